@@ -1,0 +1,51 @@
+"""One error hierarchy, one kind per failure that a caller can act on.
+
+Errors are raised for calls that cannot be carried out as asked. What happens to single blocks of a call that was
+carried out (missing, corrupt, denied, late, rejected) is a status in the report, never an exception.
+"""
+
+from __future__ import annotations
+
+
+class PerdureError(Exception):
+    """Base of all errors raised by Perdure."""
+
+
+class InvalidArgument(PerdureError, ValueError):
+    """A value passed by the caller is unusable: what, where and what to pass instead is in the message."""
+
+
+class BufferMismatch(InvalidArgument):
+    """A buffer has the wrong size, is read-only, not contiguous or overlaps another one of the same call."""
+
+
+class UnknownOption(InvalidArgument):
+    """An option or configuration key does not exist; the message names the nearest one that does."""
+
+
+class StorePathError(PerdureError, OSError):
+    """The store's directory is missing, not a directory, or cannot be written."""
+
+
+class FormatError(PerdureError):
+    """What lies on the disk is not a Perdure store, or was written by a newer format version."""
+
+
+class StoreLocked(PerdureError):
+    """Another process has the directory open for writing; the message names its host, pid and boot id."""
+
+
+class StoreClosed(PerdureError):
+    """The store was closed, or this process is a fork()ed child of the one that opened it."""
+
+
+class ReadOnlyStore(PerdureError):
+    """A write was asked of a store that was opened read-only."""
+
+
+class StaleFence(PerdureError):
+    """A lease or segment ownership ended and someone else holds it; nothing was written or published."""
+
+
+class CatalogError(PerdureError):
+    """The catalog could not carry out the operation (full, I/O error, damaged); nothing was changed."""
