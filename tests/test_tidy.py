@@ -6,6 +6,7 @@ Each test names the file and line that breaks its rule. Add an exception only wi
 from __future__ import annotations
 
 import ast
+import os
 import re
 import subprocess
 import sys
@@ -218,7 +219,9 @@ def test_no_dead_modules() -> None:
 )
 def test_start_is_light(code: str, absent: list[str]) -> None:
     check = f"import atexit, sys; atexit.register(lambda: print(sorted({set(absent)!r} & set(sys.modules))))\n{code}"
-    done = subprocess.run([sys.executable, "-c", check], capture_output=True, text=True, timeout=60, check=False)
+    here = {**os.environ, "PYTHONPATH": str(SRC)}  # this checkout, wherever the environment's own install points
+    command = [sys.executable, "-c", check]
+    done = subprocess.run(command, env=here, capture_output=True, text=True, timeout=60, check=False)
     assert done.returncode == 0, done.stderr
     assert done.stdout.splitlines()[-1] == "[]", f"`{code}` loads {done.stdout.splitlines()[-1]}"
 
