@@ -38,6 +38,9 @@ read_io_bytes_max: Final = 2 * MIB  # adjacent records are merged up to this; a 
 write_io_bytes_max: Final = 4 * MIB
 inflight_per_device_max: Final = 8  # above this only the latency grows (notes: 2 MB read p50 1.6 ms at 1, 24 ms at 16)
 io_threads_max: Final = inflight_per_device_max
+scratch_idle_bytes_max: Final = 64 * MIB  # aligned buffers kept for reuse
+aio_inflight_per_call_max: Final = 4 * inflight_per_device_max  # kernel AIO slots of one call, over all its devices
+aio_contexts_idle_max: Final = 16  # kept for reuse, one per concurrent call; fs.aio-max-nr is shared by the machine
 
 # --- catalog --------------------------------------------------------------------------------------------------
 publish_batch_blocks_max: Final = 4096
@@ -46,6 +49,24 @@ lookup_gallop_factor: Final = 4
 ephemeral_publish_delay_s: Final = 0.1
 recency_flush_s: Final = 60.0
 recency_tick_s: Final = 0.05  # resolution of recency in memory; on disk it is kept to the minute
+index_load_txn_records_max: Final = 50_000
+index_load_sort_records_max: Final = 1_000_000  # sorted together in memory: 100 MB, but a third of the time and file
+index_read_stride_blocks: Final = 1024  # the interpreter may switch threads between strides
+index_map_bytes_min: Final = 1 * MIB
+catalog_map_grow_bytes_min: Final = 256 * MIB  # address space, not disk: one batch dirties up to 16 MiB of pages
+catalog_map_bytes_max: Final = 4096 * GIB
+catalog_reader_threads_max: Final = 1024
+catalog_reader_check_s: Final = 60.0  # a reader killed inside a transaction holds back page reuse until then
+control_map_bytes: Final = 64 * MIB
+control_name_bytes_max: Final = 480  # namespace with document key, or lease scope (an LMDB key ends at 511)
+document_bytes_max: Final = 64 * MIB
+pin_blocks_max: Final = batch_blocks_max
+
+# --- memory ---------------------------------------------------------------------------------------------------
+presence_load_max: Final = 0.6  # used slots / slots; 0.7 % of the keys leave their home bucket at 0.48, 2.9 % at 0.6
+presence_gallop_first_keys: Final = 64
+presence_gallop_keys_max: Final = 4096  # 256 KiB of buckets: stays in the L2 cache
+pool_chunk_bytes: Final = 64 * MIB
 
 # --- lifetimes ------------------------------------------------------------------------------------------------
 lease_ttl_s_default: Final = 30.0
@@ -76,4 +97,5 @@ _check(read_io_bytes_max <= segment_bytes_max and write_io_bytes_max <= segment_
 _check(capacity_bytes_min >= 2 * segment_bytes_min, "the smallest store holds an open and a sealed segment")
 _check(lease_ttl_s_default <= lease_ttl_s_max, "lease_ttl_s_default <= lease_ttl_s_max")
 _check(publish_batch_blocks_max <= batch_blocks_max, "publish_batch_blocks_max <= batch_blocks_max")
+_check(block_bytes_max <= pool_chunk_bytes, "a largest block fits a pool chunk")
 _check(recency_tick_s < recency_flush_s, "recency is flushed less often than it ticks")
