@@ -85,7 +85,7 @@ bench: $(READY) tools
 	@$(VENV)/bin/perdure bench store $(BENCH_ARGS)
 
 bench-peers: $(READY) tools
-	@$(PY) -m benchmarks.peers $(BENCH_ARGS)
+	@$(VENV)/bin/perdure bench peers $(BENCH_ARGS)
 
 constraints:
 	@rm -rf .build/constraints && $(PYTHON) -m venv .build/constraints
