@@ -50,7 +50,7 @@ LAYERS = [
 FACADE_LAYER_MIN = 4  # what lies below must not import `perdure` itself, which imports the store
 
 # Modules that nothing in src imports because users do: entry points and public API.
-PUBLIC = ("perdure.cli", "perdure.__main__", "perdure.engines.", "perdure.testing.")
+PUBLIC = ("perdure.cli", "perdure.__main__", "perdure.engines.", "perdure.testing.", "perdure.catalog.memory")
 
 # A limit's name ends in its unit; a state, what it is counted per, and a bound or default may follow.
 LIMIT_UNITS = (
