@@ -24,12 +24,17 @@ from pathlib import Path
 from typing import Any, Literal, TypeVar
 
 from perdure.errors import InvalidArgument
+from perdure.limits import KIB, MIB
 
 T = TypeVar("T")
 Better = Literal["higher", "lower"]
 
 REPETITIONS_MIN = 5
 PACKAGES = ("perdure", "numpy", "lmdb", "xxhash", "blosc2", "torch", "transformers")
+
+
+def size_name(nbytes: int) -> str:
+    return f"{nbytes // MIB} MiB" if nbytes >= MIB else f"{nbytes // KIB} KiB"
 
 
 @dataclass(frozen=True, slots=True)

@@ -27,7 +27,7 @@ from pathlib import Path
 from typing import Any
 
 from perdure.benchmarks import peer_protocol
-from perdure.benchmarks.harness import Measured, Report, Row, count_row, machine, rate_row, unmeasured
+from perdure.benchmarks.harness import Measured, Report, Row, count_row, machine, rate_row, size_name, unmeasured
 from perdure.benchmarks.progress import Progress
 from perdure.errors import PerdureError
 from perdure.limits import GIB, KIB, MIB
@@ -74,6 +74,7 @@ LMCACHE_NEEDS = (
 INSTALL_TIMEOUT_S = 1800
 ANSWER_TIMEOUT_S = 300
 OURS = "perdure"
+PUT, PUT_DURABLE = "put", "put that survives power loss"
 
 
 class PeerFailed(PerdureError):
@@ -220,7 +221,7 @@ class Round:
         return [list(range(base + i * self._batch, base + (i + 1) * self._batch)) for i in range(self._count)]
 
     def open(self, workers: list[Worker], *, memory: bool) -> None:
-        for worker in workers:
+        for worker in self._alive(workers):
             root = self._directory / worker.key
             root.mkdir(parents=True, exist_ok=True)
             about = worker.ask("open", root=str(root), block_bytes=self._block_bytes, batch=self._batch, memory=memory)
@@ -229,7 +230,7 @@ class Round:
     def _turns(
         self, workers: list[Worker], what: str, verb: str, batches: Any, repetition: int, **more: object
     ) -> None:
-        order = [w for w in workers if w.key not in self.failed]
+        order = self._alive(workers)
         for worker in order if repetition % 2 == 0 else order[::-1]:
             try:
                 answer = worker.ask(verb, batches=batches, **more)
@@ -246,10 +247,21 @@ class Round:
             self.series.setdefault((what, worker.key), []).append(done)
 
     def run(self, workers: list[Worker]) -> None:
-        repetitions = self._plan.repetitions
         self.open(workers, memory=False)
+        self.put_and_get(workers)
+        self.open(workers, memory=True)
+        batches = self._ids(0)
+        for worker in self._alive(workers):
+            worker.ask("get", batches=batches, cold=False)
+        for repetition in range(self._plan.repetitions):
+            self._random.shuffle(batches)
+            self._turns(workers, "get warm", "get", batches, repetition, cold=False)
+
+    def put_and_get(self, workers: list[Worker]) -> None:
+        """Puts, cold gets of what was put, and puts that survive power loss (where a system offers that)."""
+        repetitions = self._plan.repetitions
         for repetition in range(repetitions):
-            self._turns(workers, "put", "put", self._ids(repetition), repetition, durable=False)
+            self._turns(workers, PUT, "put", self._ids(repetition), repetition, durable=False)
         for repetition in range(repetitions):
             batches = self._ids(repetition)
             self._random.shuffle(batches)
@@ -257,28 +269,22 @@ class Round:
         durable = [w for w in workers if w.key in (OURS, "files")]
         for repetition in range(repetitions):
             ids = self._ids(repetitions + repetition)
-            self._turns(durable, "put, survives power loss", "put", ids, repetition, durable=True)
-        self.open(workers, memory=True)
-        batches = self._ids(0)
-        for worker in workers:
-            worker.ask("get", batches=batches, cold=False)
-        for repetition in range(repetitions):
-            self._random.shuffle(batches)
-            self._turns(workers, "get warm", "get", batches, repetition, cold=False)
+            self._turns(durable, PUT_DURABLE, "put", ids, repetition, durable=True)
+
+    def _alive(self, workers: list[Worker]) -> list[Worker]:
+        return [w for w in workers if w.key not in self.failed]
 
     def rows(self, workers: list[Worker]) -> list[Row]:
         made = []
-        size = f"{self._block_bytes // KIB} KiB" if self._block_bytes < MIB else f"{self._block_bytes // MIB} MiB"
-        for what in ("put", "put, survives power loss", "get cold", "get warm"):
+        block = size_name(self._block_bytes)
+        for what in (PUT, PUT_DURABLE, "get cold", "get warm"):
             for worker in workers[1:]:
-                name = f"{what}, {size}, batch {self._batch}, against {worker.name}"
-                reference = self.series.get((what, worker.key))
-                if worker.key in self.failed or reference is None:
-                    why = self.failed.get(worker.key, "it never calls fsync")
-                    made.append(unmeasured(name, "GB/s", worker.name, why, target=1.0))
-                else:
-                    ours = self.series[what, OURS]
-                    made.append(rate_row(name, ours, reference, worker.name, target=1.0))
+                name = f"{what}, {block}, batch {self._batch}, against {worker.name}"
+                reference = self.series.get((what, worker.key), [])
+                if worker.key in self.failed:
+                    made.append(unmeasured(name, "GB/s", worker.name, self.failed[worker.key], target=1.0))
+                elif reference:
+                    made.append(rate_row(name, self.series[what, OURS], reference, worker.name, target=1.0))
         return made
 
 
@@ -346,6 +352,10 @@ def run(
                 shutil.rmtree(where)
             progress.step("integrity")
             report.rows += _integrity(base / "integrity", workers, 512 * KIB)
+        for worker in workers[1:]:
+            if worker.key != "files":
+                name = f"{PUT_DURABLE}, against {worker.name}"
+                report.rows.append(unmeasured(name, "GB/s", worker.name, "it never calls fsync", target=1.0))
         for name, reason in failed.items():
             report.rows.append(unmeasured(f"all work against {NAMES[name]}", "GB/s", NAMES[name], reason, target=1.0))
     finally:

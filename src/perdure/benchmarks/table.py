@@ -37,7 +37,7 @@ def _cpu(row: Row) -> str:
 
 def render(report: Report) -> Table:
     """One line per row: medians with [min–max], the ratio (more is better), the target and the verdict."""
-    table = Table(title=report.title, caption=_caption(report), caption_justify="left", expand=False)
+    table = Table(title=Text(report.title), caption=Text(_caption(report)), caption_justify="left", expand=False)
     for heading in ("what", "unit", "ours", "reference", "CPU-s/GiB", "ratio", "target", ""):
         table.add_column(heading, justify="left" if heading in ("what", "unit", "reference", "") else "right")
     for row in report.rows:

@@ -1,0 +1,304 @@
+"""The benchmarks measure what they say: rows, repetition, fio, the peers' workers, and a tiny run of each."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from perdure.benchmarks import fio, harness, peer_files, peer_protocol, peers
+from perdure.benchmarks.harness import Measured, Report, count_row, interleave, limit_row, rate_row, row, unmeasured
+from perdure.errors import InvalidArgument
+
+KIB = 1024
+
+
+def as_report(*rows: harness.Row) -> dict[str, object]:
+    return json.loads(Report("t", {"cpu": "c"}, list(rows)).to_json())
+
+
+# --- rows -----------------------------------------------------------------------------------------------------
+
+
+def test_ratio_is_ours_over_reference_where_more_is_better() -> None:
+    made = row("r", "GB/s", [1.0, 3.0, 2.0], [4.0, 1.0, 2.0], "fio", target=0.95)
+    assert (made.ours, made.reference, made.ratio, made.met) == (2.0, 2.0, 1.0, True)
+    assert made.ours_all == (1.0, 3.0, 2.0)
+    assert made.reference_all == (4.0, 1.0, 2.0)
+
+
+def test_ratio_is_reference_over_ours_where_less_is_better() -> None:
+    made = row("r", "ms", [4.0], [2.0], "peer", better="lower", target=1.0)
+    assert (made.ratio, made.met) == (0.5, False)
+
+
+def test_one_wild_repetition_does_not_move_the_figure() -> None:
+    assert row("r", "s", [1.0, 1.0, 900.0, 1.0, 1.0]).ours == 1.0
+
+
+@pytest.mark.parametrize(("ours", "met"), [(0.9, True), (1.0, True), (1.1, False)])
+def test_a_limit_is_met_up_to_the_limit(ours: float, met: bool) -> None:
+    made = limit_row("lookup", "ms", [ours], 1.0)
+    assert made.met is met
+    assert made.ratio == pytest.approx(1 / ours)
+
+
+def test_counts_are_met_by_their_allowance_alone() -> None:
+    assert count_row("wrong", "blocks", 0, 1, "peer").met is True
+    assert count_row("wrong", "blocks", 1, 0, "peer").met is False
+
+
+def test_rows_without_target_are_not_judged() -> None:
+    made = row("r", "s", [1.0], [2.0], "fio")
+    assert made.met is None
+    assert row("r", "s", [1.0]).ratio is None
+
+
+def test_a_target_without_a_figure_is_refused() -> None:
+    with pytest.raises(InvalidArgument, match="unmeasured"):
+        row("r", "s", [1.0], [], "fio", target=1.0)
+
+
+def test_rates_carry_cpu_seconds_of_both_sides() -> None:
+    made = rate_row("r", [Measured(2**30, 2.0, 0.5)], [Measured(2**31, 1.0, 0.5)], "fio", target=0.2)
+    assert made.ours == pytest.approx(2**30 / 2e9)
+    assert (made.ours_cpu_s_per_gib, made.reference_cpu_s_per_gib) == (0.5, 0.25)
+    assert made.met is True
+
+
+def test_an_empty_measurement_divides_by_nothing() -> None:
+    assert Measured(0, 0.0).gb_per_s == 0.0
+    assert Measured(0, 0.0).cpu_s_per_gib == 0.0
+
+
+# --- the JSON contract ----------------------------------------------------------------------------------------
+
+
+@given(
+    st.lists(st.floats(0.001, 1e6), min_size=1, max_size=9),
+    st.lists(st.floats(0.001, 1e6), min_size=1, max_size=9),
+    st.sampled_from(["higher", "lower"]),
+    st.one_of(st.none(), st.floats(0.1, 10)),
+)
+def test_every_row_that_can_be_made_is_valid(
+    ours: list[float], reference: list[float], better: harness.Better, target: float | None
+) -> None:
+    harness.validate(as_report(row("r", "GB/s", ours, reference, "fio", better=better, target=target)))
+
+
+def test_missed_and_unmeasured_rows_stay_in_the_report() -> None:
+    missed, absent = row("a", "s", [1.0], [2.0], "fio", target=1.0), unmeasured("b", "s", "fio", "no fio", target=1.0)
+    report = Report("t", {}, [missed, absent])
+    assert report.missed == [missed]
+    harness.validate(json.loads(report.to_json()))
+    assert [entry["met"] for entry in report.as_dict()["rows"]] == [False, None]
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        ({"met": False}, "met should be True"),
+        ({"ratio": 3.0}, "ratio is not that"),
+        ({"ours": 7.0}, "not the median"),
+        ({"ours": None}, "not measured"),
+    ],
+)
+def test_a_doctored_row_is_refused(change: dict[str, object], says: str) -> None:
+    report = as_report(row("r", "GB/s", [2.0], [1.0], "fio", target=0.95))
+    report["rows"][0] |= change  # type: ignore[index]
+    with pytest.raises(InvalidArgument, match=says):
+        harness.validate(report)
+
+
+def test_lacking_fields_and_repeated_names_are_refused() -> None:
+    one = row("r", "s", [1.0])
+    with pytest.raises(InvalidArgument, match="twice"):
+        harness.validate(as_report(one, one))
+    report = as_report(one)
+    del report["rows"][0]["unit"]  # type: ignore[index]
+    with pytest.raises(InvalidArgument, match="lacks unit"):
+        harness.validate(report)
+
+
+def test_the_table_shows_every_row_and_verdict() -> None:
+    from rich.console import Console
+
+    rows = [
+        row("fast [x]", "s", [1.0, 2.0], [1.0, 2.0], "fio", target=0.5),
+        row("slow", "s", [1.0], [2.0], "fio", target=1.0),
+        unmeasured("absent", "s", "fio", "no fio here"),
+        count_row("wrong", "blocks", 0, 8, "peer"),
+    ]
+    console = Console(width=240, record=True, file=Path("/dev/null").open("w"))  # noqa: SIM115 - the console's own
+    console.print(Report("title", {"cpu": "c"}, rows).table())
+    console.file.close()
+    text = console.export_text()
+    for word in ("fast [x]", "slow", "no fio here", "missed", "met", "not measured", "[1–2]", "2 of 3 targets"):
+        assert word in text, word
+
+
+# --- repetition -----------------------------------------------------------------------------------------------
+
+
+def test_arms_take_turns_and_the_order_turns_round() -> None:
+    calls: list[str] = []
+    series = interleave([lambda: calls.append("a") or len(calls), lambda: calls.append("b") or len(calls)], 3)
+    assert "".join(calls) == "abbaab"
+    assert series == [[1, 4, 5], [2, 3, 6]]
+
+
+def test_the_machine_is_described(tmp_path: Path) -> None:
+    about = harness.machine(tmp_path, extra="e")
+    json.dumps(about)
+    assert about["cores"] >= 1  # type: ignore[operator]
+    assert about["extra"] == "e"
+    assert about["filesystem"]
+    assert "numpy" in about["versions"]  # type: ignore[operator]
+
+
+# --- fio ------------------------------------------------------------------------------------------------------
+
+
+def test_fio_job_says_the_spread_of_offsets() -> None:
+    job = fio.Job(Path("f"), 1 << 30, 65536, 8, 1 << 20, run_blocks=16)
+    assert "--rw=randread:16" in job.arguments("libaio")
+    write = fio.Job(Path("f"), 1 << 30, 65536, 8, 1 << 20, write=True, fdatasync_every=4, rate_bytes_per_s=10)
+    assert {"--rw=write", "--fdatasync=4", "--rate=10"} <= set(write.arguments("libaio"))
+
+
+def test_fio_moves_the_bytes_it_is_told(tmp_path: Path) -> None:
+    found = fio.find(tmp_path)
+    if found is None:
+        pytest.skip("fio is not installed, or no engine of it works in this directory")
+    assert list(tmp_path.iterdir()) == []
+    path = tmp_path / "data"
+    found.prepare(path, 1 << 20)
+    assert path.stat().st_size == 1 << 20
+    assert path.read_bytes() != bytes(1 << 20)
+    done = found.run(fio.Job(path, 1 << 20, 65536, 4, 512 * KIB, run_blocks=4))
+    assert done.nbytes == 512 * KIB
+    assert done.seconds > 0
+
+
+def test_a_failing_fio_says_why(tmp_path: Path) -> None:
+    if shutil.which("fio") is None:
+        pytest.skip("fio is not installed")
+    with pytest.raises(fio.FioFailed):
+        fio.Fio("fio", "", "no-such-engine").run(fio.Job(tmp_path / "x", 4096, 4096, 1, 4096))
+
+
+def test_a_missing_fio_is_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert fio.find(tmp_path) is None
+
+
+# --- peers ----------------------------------------------------------------------------------------------------
+
+
+def test_block_contents_differ_and_are_recognised() -> None:
+    contents = peer_protocol.Contents(16 * KIB)
+    rows, scratch = peer_protocol.aligned(3, 16 * KIB), peer_protocol.aligned(1, 16 * KIB)
+    contents.fill(rows, [1, 2, 3])
+    assert len({row.tobytes() for row in rows}) == 3
+    assert contents.wrong(rows, [1, 2, 3], scratch) == 0
+    assert contents.wrong(rows, [1, 2, 4], scratch) == 1
+    rows[1, 9_000] ^= 1
+    assert contents.wrong(rows, [1, 2, 3], scratch) == 1
+    assert rows.ctypes.data % 4096 == 0
+
+
+@pytest.mark.parametrize("block_bytes", [4 * KIB, 5_000])
+@pytest.mark.parametrize("memory", [False, True])
+def test_file_per_block_store_delivers(tmp_path: Path, block_bytes: int, memory: bool) -> None:
+    system = peer_files.FilePerBlock()
+    system.open(str(tmp_path), block_bytes, memory)
+    contents = peer_protocol.Contents(block_bytes)
+    rows, got = peer_protocol.aligned(3, block_bytes), peer_protocol.aligned(4, block_bytes)
+    contents.fill(rows, [0, 1, 2])
+    assert system.put(system.prepare([0, 1, 2]), rows, durable=True) == 3
+    assert system.get(system.prepare([0, 1, 2, 3]), got) == [True, True, True, False]
+    assert np.array_equal(got[:3], rows)
+    assert not list(tmp_path.rglob("*.tmp"))
+    system.close()
+
+
+def files_worker(key: str) -> peers.Worker:
+    return peers.Worker(key, [sys.executable, "-m", "perdure.benchmarks.peer_files"])
+
+
+def test_a_round_gives_a_row_per_claim_and_peer(tmp_path: Path) -> None:
+    plan = peers.Plan((64 * KIB,), (2,), 256 * KIB, 5)
+    workers = [files_worker(peers.OURS), files_worker("files")]
+    try:
+        one = peers.Round(plan, tmp_path, 64 * KIB, 2)
+        one.run(workers)
+        rows = one.rows(workers)
+    finally:
+        for worker in workers:
+            worker.end()
+    assert [made.name.split(",")[0] for made in rows] == [peers.PUT, peers.PUT_DURABLE, "get cold", "get warm"]
+    assert all(len(made.ours_all) == len(made.reference_all) == 5 for made in rows)
+    harness.validate(as_report(*rows))
+
+
+def test_a_store_without_checksums_is_caught_serving_the_flipped_bit(tmp_path: Path) -> None:
+    worker = files_worker("files")
+    try:
+        worker.ask("open", root=str(tmp_path), block_bytes=64 * KIB, batch=4, memory=False)
+        worker.ask("put", batches=[[0, 1, 2, 3]], durable=False)
+        assert peers.flip_byte(tmp_path, peer_protocol.Contents(64 * KIB).mark(2)) == 1
+        answer = worker.ask("get", batches=[[0, 1, 2, 3]], cold=True)
+    finally:
+        worker.end()
+    assert (answer["found"], answer["wrong"]) == (4, 1)
+
+
+def test_a_failing_peer_costs_its_own_rows_only(tmp_path: Path) -> None:
+    plan = peers.Plan((64 * KIB,), (2,), 256 * KIB, 5)
+    workers = [files_worker(peers.OURS), files_worker("files")]
+    try:
+        one = peers.Round(plan, tmp_path, 64 * KIB, 2)
+        one.open(workers, memory=False)
+        shutil.rmtree(tmp_path / "files")
+        one.put_and_get(workers)
+        rows = one.rows(workers)
+    finally:
+        for worker in workers:
+            worker.end()
+    assert all(made.ours is None and made.note for made in rows)
+    harness.validate(as_report(*rows))
+
+
+def test_a_worker_reports_its_error_and_goes_on(tmp_path: Path) -> None:
+    worker = files_worker("files")
+    try:
+        with pytest.raises(peers.PeerFailed, match="unknown verb"):
+            worker.ask("explode")
+        worker.ask("open", root=str(tmp_path), block_bytes=4096, batch=1, memory=False)
+        with pytest.raises(peers.PeerFailed):
+            worker.ask("get", batches=[["not a block"]], cold=True)
+        assert worker.ask("get", batches=[[1]], cold=True)["found"] == 0
+    finally:
+        worker.end()
+
+
+def test_a_worker_that_cannot_start_says_its_last_words() -> None:
+    worker = peers.Worker("x", [sys.executable, "-c", "raise SystemExit('no such thing')"])
+    try:
+        with pytest.raises(peers.PeerFailed, match="no such thing"):
+            worker.ask("open")
+    finally:
+        worker.end()
+
+
+def test_an_environment_that_cannot_be_made_is_a_reason(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(peers, "TORCH", "no such requirement !")
+    with pytest.raises(peers.PeerFailed, match="installing LMCache"):
+        peers.install_lmcache(tmp_path)
+    assert not (tmp_path / f"lmcache-{peers.LMCACHE}" / "complete").exists()
