@@ -1,1 +1,75 @@
-"""Perdure: KV cache blocks of LLM inference that survive the process that computed them."""
+"""Perdure: KV cache blocks of LLM inference that survive the process that computed them.
+
+    import perdure
+
+    with perdure.open("DIR", capacity="20GiB") as store:
+        space = store.keyspace(model="SmolLM2-135M", weights="sha256:...", layout=perdure.KVLayout(...), tenant="acme")
+        keys = space.chain(token_ids)
+        usable = space.lookup(keys)
+        report = space.read(keys[:usable], into=buffer, deadline_s=0.5)
+        report = space.write(keys, blocks, durability="session")
+
+Importing this package imports nothing heavy; names are loaded when they are first used.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from perdure.catalog.api import Durability as Durability
+    from perdure.catalog.api import Lease as Lease
+    from perdure.errors import BufferMismatch as BufferMismatch
+    from perdure.errors import CatalogError as CatalogError
+    from perdure.errors import FormatError as FormatError
+    from perdure.errors import InvalidArgument as InvalidArgument
+    from perdure.errors import PerdureError as PerdureError
+    from perdure.errors import ReadOnlyStore as ReadOnlyStore
+    from perdure.errors import StaleFence as StaleFence
+    from perdure.errors import StoreClosed as StoreClosed
+    from perdure.errors import StoreLocked as StoreLocked
+    from perdure.errors import StorePathError as StorePathError
+    from perdure.errors import UnknownOption as UnknownOption
+    from perdure.io.memory import aligned_buffer as aligned_buffer
+    from perdure.keys import KVLayout as KVLayout
+    from perdure.keyspace import Advice as Advice
+    from perdure.keyspace import Keyspace as Keyspace
+    from perdure.reports import ReadReport as ReadReport
+    from perdure.reports import WriteReport as WriteReport
+    from perdure.reports import WriteStatus as WriteStatus
+    from perdure.segments.reader import BlockStatus as BlockStatus
+    from perdure.store import Seams as Seams
+    from perdure.store import Store as Store
+    from perdure.store import open as open  # noqa: A004
+    from perdure.store import rebuild as rebuild
+    from perdure.writing import AdmissionRequest as AdmissionRequest
+
+__version__ = "0.1.0"
+
+_HOME = {
+    "catalog.api": ("Durability", "Lease"),
+    "errors": (
+        "BufferMismatch", "CatalogError", "FormatError", "InvalidArgument", "PerdureError", "ReadOnlyStore",
+        "StaleFence", "StoreClosed", "StoreLocked", "StorePathError", "UnknownOption",
+    ),
+    "io.memory": ("aligned_buffer",),
+    "keys": ("KVLayout",),
+    "keyspace": ("Advice", "Keyspace"),
+    "reports": ("ReadReport", "WriteReport", "WriteStatus"),
+    "segments.reader": ("BlockStatus",),
+    "store": ("Seams", "Store", "open", "rebuild"),
+    "writing": ("AdmissionRequest",),
+}  # fmt: skip
+_MODULE_OF = {name: module for module, names in _HOME.items() for name in names}
+
+__all__ = sorted(_MODULE_OF)
+
+
+def __getattr__(name: str) -> Any:
+    module = _MODULE_OF.get(name)
+    if module is None:
+        raise AttributeError(f"module 'perdure' has no attribute {name!r}")
+    value = getattr(importlib.import_module(f"perdure.{module}"), name)
+    globals()[name] = value
+    return value

@@ -63,7 +63,7 @@ document_bytes_max: Final = 64 * MIB
 pin_blocks_max: Final = batch_blocks_max
 
 # --- memory ---------------------------------------------------------------------------------------------------
-presence_load_max: Final = 0.6  # used slots / slots; 0.7 % of the keys leave their home bucket at 0.48, 2.9 % at 0.6
+presence_load_max: Final = 0.6  # used slots / slots; 0.7 % of the keys leave their home bucket at 0.48, 2.1 % at 0.6
 presence_gallop_first_keys: Final = 64
 presence_gallop_keys_max: Final = 4096  # 256 KiB of buckets: stays in the L2 cache
 pool_chunk_bytes: Final = 64 * MIB

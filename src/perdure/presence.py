@@ -245,6 +245,21 @@ class PresenceIndex:
         segment[slots < 0] = NO_SEGMENT
         return segment
 
+    def visible(self, fp: Fingerprints, now_s: int) -> NDArray[np.bool_]:
+        """bool (n,): which keys are present and not expired at `now_s`."""
+        table = self._table
+        slots = _locate(table, _mapped(fp))
+        expires_s: Column = table.expires_s.take(slots, mode="clip")
+        return (slots >= 0) & ((expires_s == 0) | (expires_s > now_s))
+
+    def recency_of(self, fp: Fingerprints) -> Column:
+        """uint32 (n,): tick of the last use of each key, 0 where absent."""
+        table = self._table
+        slots = _locate(table, _mapped(fp))
+        recency: Column = table.recency.take(slots, mode="clip")
+        recency[slots < 0] = 0
+        return recency
+
     def columns(self) -> Columns:
         """Copies of all entries in slot order, for statistics over segments (5 ms per million)."""
         table = self._table

@@ -1,0 +1,258 @@
+"""The parts of one open store, put together once and handed to the verbs.
+
+`Core` holds no logic of its own beyond a few questions every verb asks (is it visible, what time is it for expiry, what
+went wrong lately). Built by `store.Store`, used by `reading`, `writing`, `keeper` and `inspect`.
+"""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections import Counter
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from perdure import limits
+from perdure.catalog.api import (
+    BlockIndex,
+    ControlStore,
+    KeyArray,
+    RecordArray,
+    SegmentRecord,
+    SegmentState,
+    fingerprints,
+)
+from perdure.clock import Clock, SteadyWall
+from perdure.directory import Identity
+from perdure.errors import CatalogError
+from perdure.io.api import Engine, Files
+from perdure.io.memory import Scratch
+from perdure.pool.dram import DramPool
+from perdure.presence import PresenceIndex
+from perdure.rates import Rates
+from perdure.segments.health import Health
+from perdure.segments.reader import SegmentReader
+from perdure.segments.reclaim import Reclaimer
+from perdure.segments.recovery import Recovery
+from perdure.segments.space import SpaceBudget
+from perdure.segments.store import SegmentStore
+from perdure.segments.table import SegmentTable
+from perdure.segments.writer import SegmentWriter
+
+_INCIDENTS_MAX = 1024
+_INCIDENT = "incident"
+
+
+class Counters:
+    """Totals since the store was opened; one lock acquisition per call of a verb."""
+
+    def __init__(self) -> None:
+        self._values: Counter[str] = Counter()
+        self._lock = threading.Lock()
+
+    def add(self, **amounts: int) -> None:
+        with self._lock:
+            self._values.update(amounts)
+
+    def snapshot(self) -> dict[str, int]:
+        with self._lock:
+            return {name: value for name, value in sorted(self._values.items()) if value}
+
+
+class Incidents:
+    """What went wrong with single blocks, kept in the control store for `status` and `explain` (bounded)."""
+
+    def __init__(self, control: ControlStore, now_s: Callable[[], float]):
+        self._control, self._now_s = control, now_s
+        self._lock = threading.Lock()
+        names = [int.from_bytes(key, "big") for key, _ in control.items(_INCIDENT)]
+        self._next = max(names, default=0) + 1
+        self._kept = len(names)
+
+    def add(self, key: bytes, **details: Any) -> None:
+        """Best effort: a full or failing control store must not turn a miss into an error."""
+        with self._lock:
+            number, self._next = self._next, self._next + 1
+            entry = {"at_s": int(self._now_s()), "key": key.hex(), **details}
+            try:
+                self._control.compare_and_set(
+                    _INCIDENT, number.to_bytes(8, "big"), None, json.dumps(entry, sort_keys=True).encode()
+                )
+                self._kept += 1
+                if self._kept > _INCIDENTS_MAX:
+                    name, value = self._control.items(_INCIDENT)[0]
+                    self._control.compare_and_set(_INCIDENT, name, value, None)
+                    self._kept -= 1
+            except CatalogError:
+                return
+
+    def all(self) -> list[dict[str, Any]]:
+        return [json.loads(value) for _, value in self._control.items(_INCIDENT)]
+
+
+class Pins:
+    """Who keeps which blocks from being evicted, until when. The control store's records, mirrored for reclaim."""
+
+    def __init__(self, control: ControlStore, clock: Clock, owner: bytes):
+        self._control, self._clock, self._owner = control, clock, owner
+        self._pins: dict[int, tuple[float, NDArray[np.uint64]]] = {}
+        self._lock = threading.Lock()
+
+    def add(self, keys: KeyArray, ttl_s: float) -> int:
+        deadline = self._clock.boottime() + ttl_s
+        pin_id = self._control.pin(self._owner, keys, deadline)
+        with self._lock:
+            self._pins[pin_id] = (deadline, fingerprints(keys))
+        return pin_id
+
+    def drop(self, pin_id: int) -> bool:
+        with self._lock:
+            self._pins.pop(pin_id, None)
+        return self._control.unpin(pin_id)
+
+    def alive(self) -> NDArray[np.uint64]:
+        """Fingerprints of all blocks pinned right now."""
+        now = self._clock.boottime()
+        with self._lock:
+            prints = [prints for deadline, prints in self._pins.values() if deadline > now]
+        return np.unique(np.concatenate(prints)) if prints else np.zeros(0, np.uint64)
+
+    def expire(self) -> None:
+        now = self._clock.boottime()
+        with self._lock:
+            self._pins = {pin: value for pin, value in self._pins.items() if value[0] > now}
+        self._control.expire(now)
+
+    def __len__(self) -> int:
+        return len(self._pins)
+
+
+@dataclass(slots=True, eq=False)
+class Core:
+    path: Path
+    identity: Identity
+    read_only: bool
+    owner: bytes
+    root_secret: bytes
+    clock: Clock
+    steady: SteadyWall
+    files: Files
+    engine: Engine
+    scratch: Scratch
+    index: BlockIndex
+    control: ControlStore
+    table: SegmentTable
+    segments: SegmentStore
+    space: SpaceBudget
+    presence: PresenceIndex
+    pool: DramPool
+    reader: SegmentReader
+    writer: SegmentWriter
+    reclaimer: Reclaimer
+    recovery: Recovery
+    health: Health
+    pins: Pins
+    incidents: Incidents
+    rates: Rates
+    workers: ThreadPoolExecutor  # CPU work (codecs)
+    calls: ThreadPoolExecutor  # submit_read, submit_write
+    counters: Counters = field(default_factory=Counters)
+    pending: Pending = field(init=False)
+    index_lost: bool = False  # the block index is being rebuilt in the background
+
+    def __post_init__(self) -> None:
+        self.pending = Pending()
+
+    def expiry_now(self) -> int:
+        """Seconds since 1970 for expiry decisions; 0 (nothing expires) while the wall clock is in doubt."""
+        return 0 if self.steady.paused else int(self.steady.now())
+
+    def tick(self) -> int:
+        """Recency now, in `limits.recency_tick_s` since the store was created."""
+        return max(1, int((self.steady.now() - self.identity.created_s) / limits.recency_tick_s))
+
+    def minutes(self, ticks: NDArray[np.uint32]) -> NDArray[np.uint32]:
+        """Recency ticks -> minutes since 1970, as kept on disk."""
+        seconds = self.identity.created_s + ticks * limits.recency_tick_s
+        return (seconds / 60).astype(np.uint32)
+
+    def ticks(self, minutes: NDArray[np.uint32]) -> NDArray[np.uint32]:
+        seconds = np.maximum(minutes.astype(np.int64) * 60 - self.identity.created_s, 0)
+        return (seconds / limits.recency_tick_s).astype(np.uint32)
+
+    def space_of(self, record: SegmentRecord) -> int:
+        """What a segment file occupies: its record, or its size where its writer died."""
+        if record.state is not SegmentState.OPEN:
+            return record.allocated_bytes
+        try:
+            file = self.segments.reopen(record.segment)
+        except OSError:
+            return 0
+        try:
+            return file.size()
+        finally:
+            file.close()
+
+    def locate(self, keys: KeyArray) -> tuple[NDArray[np.bool_], RecordArray]:
+        """Present mask and records, publishes that are still on their way to the catalog included."""
+        present, records = self.index.lookup(keys)
+        if self.pending:
+            self.pending.patch(keys, present, records)
+        return present, records
+
+    def alive(self, present: NDArray[np.bool_], records: RecordArray) -> NDArray[np.bool_]:
+        """`present` without what has expired."""
+        expires: NDArray[np.uint32] = records["expires_s"]
+        return present & ((expires == 0) | (expires > self.expiry_now()))
+
+
+class Pending:
+    """Ephemeral publishes collected for one commit: visible in this process at once, in the catalog a little later."""
+
+    def __init__(self) -> None:
+        self._records: dict[bytes, np.void] = {}
+        self._publications: list[object] = []
+        self._lock = threading.Lock()
+        self._something = threading.Event()
+
+    def add(self, publication: object, keys: list[bytes], records: RecordArray) -> None:
+        with self._lock:
+            self._publications.append(publication)
+            self._records.update(zip(keys, records.copy(), strict=True))
+        self._something.set()
+
+    def wait(self, timeout_s: float) -> bool:
+        """Until there is something to commit (or `wake`)."""
+        return self._something.wait(timeout_s)
+
+    def wake(self) -> None:
+        self._something.set()
+
+    def take(self) -> list[object]:
+        """The publications to commit now; their records stay visible until `remove`."""
+        with self._lock:
+            self._something.clear()
+            taken, self._publications = self._publications, []
+            return taken
+
+    def remove(self, keys: list[bytes]) -> None:
+        with self._lock:
+            for key in keys:
+                self._records.pop(key, None)
+
+    def patch(self, keys: KeyArray, present: NDArray[np.bool_], records: RecordArray) -> None:
+        with self._lock:
+            for position in np.flatnonzero(~present).tolist():
+                record = self._records.get(keys[position].tobytes())
+                if record is not None:
+                    present[position] = True
+                    records[position] = record
+
+    def __bool__(self) -> bool:
+        return bool(self._records)

@@ -1,0 +1,259 @@
+"""One tenant's view of one model's blocks: the verbs as a user calls them.
+
+Checks every argument before anything is touched, then hands over to `reading` and `writing`. Thread-safe. In a forked
+child, and after the store was closed, every verb raises StoreClosed.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+from perdure import keys as naming
+from perdure import limits, reading, writing
+from perdure.buffers import as_blocks
+from perdure.catalog.api import Durability, KeyArray, Lease, fingerprints
+from perdure.core import Core
+from perdure.encoding import Encoder
+from perdure.errors import InvalidArgument, ReadOnlyStore
+from perdure.reports import ReadReport, WriteReport
+from perdure.segments.format import record_bytes
+from perdure.writing import AdmissionHook, Terms
+
+
+@dataclass(frozen=True, slots=True)
+class Advice:
+    """Whether loading beats recomputing. blocks: leading blocks worth loading; reason: the numbers behind it."""
+
+    blocks: int
+    load_s: float
+    recompute_s: float
+    reason: str
+
+
+class PinHandle:
+    """Keeps blocks from being evicted until it is released or its time is over. Ends with the process."""
+
+    def __init__(self, core: Core, pin_id: int, deadline_s: float):
+        self._core, self.pin_id, self.deadline_s = core, pin_id, deadline_s
+
+    def release(self) -> bool:
+        """False if the pin had ended already."""
+        return self._core.pins.drop(self.pin_id)
+
+    def __enter__(self) -> PinHandle:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.release()
+
+
+class Keyspace:
+    """Made by `Store.keyspace`. `digest`: 32 bytes, the parent of the first block of every chain."""
+
+    def __init__(
+        self,
+        core: Core,
+        check: Callable[[], None],
+        tenant: str,
+        identity: naming.KeyspaceIdentity,
+        codec: str,
+        admission: AdmissionHook | None,
+    ):
+        secret = naming.tenant_secret(core.root_secret, tenant)
+        digests = naming.keyspace_digests(secret, identity)
+        self._core, self._check = core, check
+        self.tenant, self.identity, self.layout = tenant, identity, identity.layout
+        self.tenant_id = naming.tenant_id(secret)
+        self.digest, self.shared_digest = digests.digest, digests.shared
+        self.codec, self.admission = Encoder(codec, identity.layout.element_bytes), admission
+        need = record_bytes(self.layout.block_bytes)
+        if not core.read_only and need > core.writer.segment_bytes:
+            raise InvalidArgument(
+                f"a block of {self.layout.block_bytes} bytes needs {need} bytes, a segment of this store has "
+                f"{core.writer.segment_bytes}; open it with a capacity of at least "
+                f"{need * limits.segments_per_capacity_min} bytes, or use smaller blocks"
+            )
+
+    # --- names
+    def chain(
+        self, token_ids: ArrayLike, *, parent: bytes | None = None, extras: Mapping[int, bytes] | None = None
+    ) -> KeyArray:
+        """Keys of the full blocks of a token sequence: uint8 (len // block_tokens, 32); the partial tail has none.
+
+        parent: key of the block before the first token, if the sequence continues one. extras: block position -> bytes
+        that identify what the tokens do not (images, for example).
+        """
+        return naming.chain(parent or self.digest, token_ids, self.layout.block_tokens, extras)
+
+    def adopt_hashes(self, hashes: Sequence[bytes]) -> KeyArray:
+        """Keys for an engine's own cryptographic chain hashes, one per block."""
+        return naming.adopt_hashes(self.digest, hashes)
+
+    # --- asking
+    def lookup(self, keys: KeyArray | Sequence[bytes]) -> int:
+        """Leading blocks that can be used. Reads no data: `read` has the last word."""
+        self._check()
+        return reading.lookup(self._core, naming.check_keys(keys))
+
+    def present(self, keys: KeyArray | Sequence[bytes]) -> NDArray[np.bool_]:
+        """Which blocks are stored, per key."""
+        self._check()
+        return reading.present_mask(self._core, naming.check_keys(keys))
+
+    def advise(self, keys: KeyArray | Sequence[bytes], *, prefill_tokens_per_s: float) -> Advice:
+        """How many leading blocks are worth loading, from the rates measured so far in this process.
+
+        prefill_tokens_per_s: what the engine computes. Before the first read nothing is known, and loading is advised.
+        """
+        if not prefill_tokens_per_s > 0:
+            raise InvalidArgument(f"prefill_tokens_per_s={prefill_tokens_per_s}: must be above 0")
+        found, rate = self.lookup(keys), self._core.rates.disk_read
+        recompute = found * self.layout.block_tokens / prefill_tokens_per_s
+        if not rate.calls:
+            return Advice(found, 0.0, recompute, "no read has been measured yet")
+        load = found * self.layout.block_bytes / rate.bytes_per_s
+        better = load < recompute
+        reason = (
+            f"loading {found} blocks at {rate.bytes_per_s / 1e6:.0f} MB/s takes {load:.3f} s, "
+            f"computing them at {prefill_tokens_per_s:.0f} tokens/s {recompute:.3f} s"
+        )
+        return Advice(found if better else 0, load, recompute, reason)
+
+    # --- moving blocks
+    def read(
+        self,
+        keys: KeyArray | Sequence[bytes],
+        into: Any,
+        *,
+        deadline_s: float | None = None,
+        direct: bool = False,
+    ) -> ReadReport:
+        """Deliver blocks into the caller's memory, each verified, each reported.
+
+        into: one buffer of n * block_bytes, a list of n buffers, or a list of n lists of parts; anything with the
+        buffer protocol, and torch CPU tensors. deadline_s: seconds from now; what is not there by then is LATE.
+        direct: let the device write straight into `into`, without a copy through the DRAM tier; then the memory of LATE
+        blocks must not be reused before `report.wait_settled()`. Without a deadline, and without a DRAM tier, reads are
+        direct anyway. Raises BufferMismatch.
+        """
+        self._check()
+        array = naming.check_keys(keys)
+        blocks = as_blocks(into, len(array), self.layout.block_bytes, writable=True, what="into")
+        return reading.read(self._core, self, array, blocks, deadline_s=_seconds(deadline_s), direct=direct)
+
+    def write(
+        self,
+        keys: KeyArray | Sequence[bytes],
+        blocks: Any,
+        *,
+        durability: str | Durability = Durability.SESSION,
+        ttl_s: float | None = None,
+        lease: Lease | None = None,
+        deadline_s: float | None = None,
+    ) -> WriteReport:
+        """Store blocks; returns when they are as durable as asked for, each reported.
+
+        durability: "ephemeral" survives the process, "session" a power cut, "retained" also the loss of one root where
+        the store has a mirror. ttl_s: forget them after so many seconds. lease: from `reserve`; if it was lost,
+        StaleFence is raised and nothing becomes visible. Raises BufferMismatch, ReadOnlyStore.
+        """
+        self._check()
+        core = self._core
+        if core.read_only:
+            raise ReadOnlyStore(f"{core.path} was opened read-only; open it without read_only=True to write")
+        array = naming.check_keys(keys)
+        parts = as_blocks(blocks, len(array), self.layout.block_bytes, writable=False, what="blocks")
+        if ttl_s is not None and not 0 < ttl_s <= limits.ttl_s_max:
+            raise InvalidArgument(f"ttl_s={ttl_s}: must be above 0 and at most {limits.ttl_s_max}")
+        now, limit = core.steady.now(), _seconds(deadline_s)
+        retention, expires_s = writing.retention(ttl_s, now)
+        terms = Terms(
+            durability=_durability(durability),
+            retention=retention,
+            created_s=int(now),
+            expires_s=expires_s,
+            lease=lease,
+            deadline=None if limit is None else time.monotonic() + limit,
+        )
+        return writing.write(core, self, array, parts, terms)
+
+    def submit_read(self, keys: KeyArray | Sequence[bytes], into: Any, **options: Any) -> Future[ReadReport]:
+        """`read` in the background. Give every call memory of its own. `deadline_s` counts from now, not from when a
+        thread is free."""
+        self._check()
+        return self._core.calls.submit(self._late_start, self.read, time.monotonic(), keys, into, options)
+
+    def submit_write(self, keys: KeyArray | Sequence[bytes], blocks: Any, **options: Any) -> Future[WriteReport]:
+        """`write` in the background. The blocks' memory must not change before the future is done."""
+        self._check()
+        return self._core.calls.submit(self._late_start, self.write, time.monotonic(), keys, blocks, options)
+
+    @staticmethod
+    def _late_start(verb: Callable[..., Any], submitted: float, keys: Any, data: Any, options: dict[str, Any]) -> Any:
+        if options.get("deadline_s") is not None:
+            options = options | {"deadline_s": max(0.0, options["deadline_s"] - (time.monotonic() - submitted))}
+        return verb(keys, data, **options)
+
+    # --- lifetimes
+    def reserve(self, keys: KeyArray | Sequence[bytes], *, ttl_s: float = limits.lease_ttl_s_default) -> Lease | None:
+        """The right to compute the prefix that ends with the last of `keys`, or None while someone else has it.
+
+        The lease is fenced: pass it to `write`. It ends by `end_lease`, after ttl_s, or with its process.
+        """
+        self._check()
+        array = naming.check_keys(keys)
+        if not len(array):
+            raise InvalidArgument("reserve: no keys, so there is nothing to reserve")
+        if not 0 < ttl_s <= limits.lease_ttl_s_max:
+            raise InvalidArgument(f"ttl_s={ttl_s}: must be above 0 and at most {limits.lease_ttl_s_max}")
+        core = self._core
+        self._writable()
+        holder = core.owner[:8] + os.urandom(8)
+        return core.control.acquire(array[-1].tobytes(), holder, core.clock.boottime(), ttl_s)
+
+    def end_lease(self, lease: Lease) -> bool:
+        """Give a lease back; False if it had been lost."""
+        self._check()
+        return self._core.control.release(lease)
+
+    def pin(self, keys: KeyArray | Sequence[bytes], *, ttl_s: float) -> PinHandle:
+        """Keep blocks from being evicted for `ttl_s` seconds, or until released. Keys not stored yet are pinned too."""
+        self._check()
+        self._writable()
+        if not 0 < ttl_s <= limits.pin_ttl_s_max:
+            raise InvalidArgument(f"ttl_s={ttl_s}: must be above 0 and at most {limits.pin_ttl_s_max}")
+        pin_id = self._core.pins.add(naming.check_keys(keys), ttl_s)
+        return PinHandle(self._core, pin_id, self._core.clock.boottime() + ttl_s)
+
+    def release(self, keys: KeyArray | Sequence[bytes]) -> None:
+        """Hint: this session is over, evict its blocks first (unless someone uses them after all)."""
+        self._check()
+        self._core.presence.release(fingerprints(naming.check_keys(keys)))
+
+    def _writable(self) -> None:
+        if self._core.read_only:
+            raise ReadOnlyStore(f"{self._core.path} was opened read-only; open it without read_only=True")
+
+
+def _seconds(deadline_s: float | None) -> float | None:
+    if deadline_s is not None and not deadline_s >= 0:
+        raise InvalidArgument(f"deadline_s={deadline_s}: must be seconds from now, 0 or more")
+    return deadline_s
+
+
+def _durability(value: str | Durability) -> Durability:
+    if isinstance(value, Durability):
+        return value
+    try:
+        return Durability[value.upper()]
+    except (KeyError, AttributeError):
+        known = ", ".join(d.name.lower() for d in Durability)
+        raise InvalidArgument(f"durability={value!r}: must be one of {known}") from None

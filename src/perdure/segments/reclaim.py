@@ -1,0 +1,241 @@
+"""Making room: whole segments go, coldest first; what is still hot or pinned in them is copied forward.
+
+Contract
+- Recency is tail-first LRU over blocks, kept in the presence index. The cut is the recency below which enough bytes
+  lie; the victim is the sealed segment with the fewest bytes above it. So write amplification stays low and one hot
+  block does not keep a cold segment.
+- Pinned blocks are never dropped. A segment is drained first (no "exists" relies on it), its kept blocks are copied and
+  moved by compare-and-swap, the other records removed if unchanged, then the file is deleted.
+- If anything fails on the way nothing is lost: the segment stays, drained or not, and is tried again later.
+- Never: recycling a file or a name; deleting by age while the clock is in doubt (the caller decides that).
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from perdure.catalog.api import BlockIndex, Durability, SegmentRecord, SegmentState, fingerprints
+from perdure.errors import CatalogError, FormatError
+from perdure.io.memory import Scratch
+from perdure.pool.dram import DramPool
+from perdure.presence import PresenceIndex
+from perdure.segments.format import record_bytes_array
+from perdure.segments.reader import BlockStatus, Plan, SegmentReader
+from perdure.segments.recovery import entry_keys
+from perdure.segments.space import SpaceBudget
+from perdure.segments.store import SegmentStore
+from perdure.segments.table import SegmentTable
+from perdure.segments.writer import Batch, SegmentWriter
+
+_COLD_SHARE_MIN = 0.5  # copy at most as much as is freed, unless pins leave no choice
+_COPY_BLOCKS = 64
+
+
+@dataclass(slots=True)
+class ReclaimCounters:
+    segments_dropped: int = 0
+    blocks_evicted: int = 0
+    blocks_copied: int = 0
+    bytes_copied: int = 0
+
+
+class Reclaimer:
+    """Drops segments of one store. One at a time; thread-safe."""
+
+    def __init__(
+        self,
+        segments: SegmentStore,
+        table: SegmentTable,
+        space: SpaceBudget,
+        index: BlockIndex,
+        presence: PresenceIndex,
+        pool: DramPool,
+        reader: SegmentReader,
+        writer: SegmentWriter,
+        scratch: Scratch,
+        pinned: Callable[[], NDArray[np.uint64]],
+        now_s: Callable[[], int],
+    ):
+        self._segments, self._table, self._space, self._index = segments, table, space, index
+        self._presence, self._pool, self._reader, self._writer = presence, pool, reader, writer
+        self._scratch, self._pinned, self._now_s = scratch, pinned, now_s
+        self._lock = threading.Lock()
+        self.counters = ReclaimCounters()
+
+    def make_room(self, need: int, *, force: bool = False) -> bool:
+        """Let `need` bytes fit below the capacity, or (`force`: the file system is full) give `need` bytes back.
+
+        False if what is left is pinned, open or unreadable."""
+        with self._lock:
+            given_up: set[bytes] = set()
+            goal = self._space.used if force else self._space.capacity - self._space.kept_back
+            while self._space.used + need > goal:
+                chosen = self._choose(need, given_up)
+                if chosen is None:
+                    if not self._seal_open():
+                        return False
+                    continue
+                victim, hotter_than = chosen
+                if not self._drop(victim, hotter_than):
+                    given_up.add(victim.segment)
+            return True
+
+    def sweep(self) -> int:
+        """Drop segments all of whose records have expired, and finish drains that were cut off; returns how many."""
+        with self._lock:
+            now, dropped = self._now_s(), 0
+            for record in self._table.all():
+                expired = record.state is SegmentState.SEALED and 0 < record.expires_s <= now
+                if (expired or record.state is SegmentState.DRAINING) and self._drop(record, None):
+                    dropped += 1
+            return dropped
+
+    def _seal_open(self) -> bool:
+        """Nothing sealed is left to drop: seal open segments that nobody is writing, so that they can be."""
+        idle = [one for one in self._writer.open_segments() if not one.users and one.entries]
+        for one in idle:
+            self._writer.retire(one)
+        return bool(idle)
+
+    def _choose(self, need: int, given_up: set[bytes]) -> tuple[SegmentRecord, int] | None:
+        """The cheapest victim and the recency above which its blocks are kept."""
+        candidates = [
+            record
+            for record in self._table.all()
+            if record.state is not SegmentState.OPEN and record.segment not in given_up
+        ]
+        if not candidates:
+            return None
+        fingerprint, ordinal, recency, expires = self._presence.columns()
+        now = self._now_s()
+        recency[(expires != 0) & (expires <= now)] = 0
+        pins = self._pinned()
+        if len(pins):
+            recency[np.isin(fingerprint, pins)] = np.iinfo(np.uint32).max
+        numbers = np.array([self._table.ordinal(record.segment) for record in candidates])
+        sizes = np.array([record.allocated_bytes for record in candidates], np.int64)
+        per_block = np.zeros(max(int(ordinal.max(initial=0)), int(numbers.max())) + 1)
+        per_block[numbers] = sizes / np.maximum([record.records for record in candidates], 1)
+        ranked = np.sort(recency)
+        mean_bytes = max(float(per_block[numbers].mean()), 1.0)
+        wanted = max(need, int(sizes.mean()))
+        while True:
+            cut = int(ranked[min(int(wanted / mean_bytes), len(ranked) - 1)]) if len(ranked) else 0
+            cut = min(cut, np.iinfo(np.uint32).max - 1)  # pinned blocks are above every cut
+            hot = np.bincount(ordinal, weights=recency > cut, minlength=len(per_block)) * per_block
+            free = sizes - hot[numbers]
+            best = int(np.argmax(free))
+            if free[best] >= _COLD_SHARE_MIN * sizes[best]:
+                return candidates[best], cut
+            if wanted / mean_bytes >= len(ranked):
+                return (candidates[best], cut) if free[best] > 0 else None
+            wanted *= 2
+
+    def _drop(self, victim: SegmentRecord, hotter_than: int | None) -> bool:
+        """Copy what is kept, remove the rest, delete the file. `hotter_than` None: keep only what is pinned."""
+        try:
+            entries = self._segments.read_index(victim.segment).entries
+        except (OSError, FormatError):
+            return False  # rebuild or recovery has to look at this one
+        try:
+            if victim.state is not SegmentState.DRAINING:
+                self._table.drain(victim)
+            if not self._keep(victim, entries, hotter_than):
+                return False
+            keys = entry_keys(entries)
+            removed = self._index.remove(keys, np.ascontiguousarray(entries["record"]))
+            gone = fingerprints(keys[removed])
+            self._presence.remove(gone)
+            self._pool.drop(keys[removed])
+            self._index.forget_recency(gone)
+            self._segments.delete(victim.segment)
+            self._table.delete(victim.segment)
+        except (OSError, CatalogError):
+            return False
+        self._space.give(victim.allocated_bytes)
+        self.counters.segments_dropped += 1
+        self.counters.blocks_evicted += int(removed.sum())
+        return True
+
+    def _keep(self, victim: SegmentRecord, entries: NDArray[np.void], hotter_than: int | None) -> bool:
+        """Copy forward the blocks that stay; False if one that is pinned could not be moved."""
+        keys = entry_keys(entries)
+        present, records = self._index.lookup(keys)
+        live = present & (records == entries["record"])
+        prints = fingerprints(keys)
+        pinned = np.isin(prints, self._pinned())
+        if hotter_than is None:
+            keep = live & pinned
+        else:
+            recency = self._presence.recency_of(prints)
+            expires = entries["record"]["expires_s"]
+            fresh = (expires == 0) | (expires > self._now_s())
+            keep = live & (pinned | ((recency > hotter_than) & fresh))
+        for keyspace in {entry.tobytes() for entry in entries["keyspace"][keep]}:
+            chosen = np.flatnonzero(keep & (entries["keyspace"] == np.void(keyspace)))
+            for at in range(0, len(chosen), _COPY_BLOCKS):
+                part = chosen[at : at + _COPY_BLOCKS]
+                moved = self._copy(victim, keyspace, entries[part])
+                if (pinned[part] & ~moved).any():
+                    return False
+        return True
+
+    def _copy(self, victim: SegmentRecord, keyspace: bytes, entries: NDArray[np.void]) -> NDArray[np.bool_]:
+        """Copy some blocks of one keyspace to the open segment of their class; which of them have moved."""
+        old = np.ascontiguousarray(entries["record"])
+        leases = [self._scratch.take(size) for size in old["stored_bytes"].tolist()]
+        try:
+            keys = entry_keys(entries)
+            views = [[lease.view] for lease in leases]
+            plan = Plan(entries["key"].tolist(), [keyspace] * len(entries), old, views, 1, None, raw=True)
+            self._reader.read(plan)
+            good = plan.statuses == BlockStatus.FOUND
+            moved = np.zeros(len(entries), bool)
+            # blocks of one keyspace share block_bytes; epochs may differ, so each epoch is a batch
+            for epoch in np.unique(old["tenant_epoch"][good]):
+                chosen = np.flatnonzero(good & (old["tenant_epoch"] == epoch))
+                moved[chosen] = self._append(victim, keyspace, keys[chosen], old[chosen], [views[i] for i in chosen])
+            return moved
+        finally:
+            for lease in leases:
+                lease.give_back()
+
+    def _append(
+        self,
+        victim: SegmentRecord,
+        keyspace: bytes,
+        keys: NDArray[np.uint8],
+        old: NDArray[np.void],
+        payloads: list[list[memoryview]],
+    ) -> NDArray[np.bool_]:
+        batch = Batch(
+            keyspace, keys, payloads, int(old["block_bytes"][0]), old["codec"], victim.tenant,
+            int(old["tenant_epoch"][0]), victim.durability, victim.retention, old["created_s"], old["expires_s"],
+        )  # fmt: skip
+        appended = self._writer.append(batch, deadline=None, reserve=True)
+        try:
+            if victim.durability >= Durability.SESSION:
+                for opened in appended.segments:
+                    opened.sync()
+            moved = np.zeros(len(keys), bool)
+            done = np.flatnonzero(appended.written)
+            moved[done] = self._index.replace(keys[done], old[done], appended.records[done])
+            for opened in appended.segments:
+                mine = np.flatnonzero(moved & (appended.records["segment"] == np.void(opened.segment)))
+                if len(mine):
+                    self._writer.published(opened, keyspace, keys[mine], appended.records[mine])
+                    self._presence.insert(
+                        fingerprints(keys[mine]), segment=self._table.ordinal(opened.segment), recency=0,
+                        expires_s=np.ascontiguousarray(old["expires_s"][mine]),
+                    )  # fmt: skip
+        finally:
+            for opened in appended.segments:
+                self._writer.finish(opened)
+        self.counters.blocks_copied += int(moved.sum())
+        self.counters.bytes_copied += int(record_bytes_array(old["stored_bytes"][moved]).sum())
+        return moved

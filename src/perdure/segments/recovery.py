@@ -1,0 +1,149 @@
+"""What a dead writer left behind: indexing its open segments, and rebuilding a lost block index from segments.
+
+Contract
+- A segment without an index object is scanned once, at every page boundary (parallel appends leave holes); a header
+  counts only if it stands where it says and its MAC under the segment's secret verifies.
+- What the block index knows decides which of them were published; when the index is lost, every record whose payload
+  verifies is taken (its writer had the right to store it; the acknowledgement may be missing).
+- Runs beside serving. Never replays, never changes a segment file, never brings back a record that `dead` refuses.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterator
+
+import numpy as np
+from numpy.typing import NDArray
+
+from perdure import limits
+from perdure.catalog.api import BlockIndex, KeyArray, RecordArray, SegmentRecord, SegmentState
+from perdure.errors import FormatError
+from perdure.io.api import Engine, IOClass, Request
+from perdure.io.memory import Scratch
+from perdure.segments import format as fmt
+from perdure.segments.reader import BlockStatus, Plan, SegmentReader
+from perdure.segments.store import SegmentStore
+from perdure.segments.table import SegmentTable
+
+_WINDOW_BYTES = 4 * limits.MIB
+_VERIFY_BLOCKS = 64
+
+
+class Recovery:
+    def __init__(
+        self, segments: SegmentStore, table: SegmentTable, engine: Engine, scratch: Scratch, reader: SegmentReader
+    ):
+        self._segments, self._table, self._engine = segments, table, engine
+        self._scratch, self._reader = scratch, reader
+
+    def scan(self, segment: bytes) -> tuple[NDArray[np.void], int]:
+        """Entries (INDEX_ENTRY) of all valid headers in a segment file, and the file's size. Raises OSError."""
+        secret, page = self._segments.secret(segment), limits.page_bytes
+        file = self._segments.reopen(segment)
+        found: list[NDArray[np.void]] = []
+        try:
+            size = file.size()
+            window = self._scratch.take(_WINDOW_BYTES)
+            for at in range(0, size - size % page, _WINDOW_BYTES):
+                length = min(_WINDOW_BYTES, size - size % page - at)
+                request = Request(file, at, [window.view[:length]])
+                self._engine.run([request], io_class=IOClass.WRITE_BACK)
+                if request.error is not None:
+                    raise request.error
+                pages = np.frombuffer(window.view[:length], np.uint8).reshape(-1, page)
+                hits = fmt.scan_headers(pages, secret, segment, at)
+                headers = pages[hits, : limits.header_bytes].copy().view(fmt.HEADER).ravel()
+                entries = np.zeros(len(headers), fmt.INDEX_ENTRY)
+                entries["key"], entries["keyspace"] = headers["key"], headers["keyspace"]
+                entries["record"] = fmt.records_of(headers)
+                ends = entries["record"]["offset"] + fmt.record_bytes_array(entries["record"]["stored_bytes"])
+                found.append(entries[ends <= size])
+            window.give_back()
+        finally:
+            file.close()
+        return (np.concatenate(found) if found else np.zeros(0, fmt.INDEX_ENTRY)), size
+
+    def verified(self, entries: NDArray[np.void]) -> NDArray[np.bool_]:
+        """Which entries' payloads verify (reads them all)."""
+        good = np.zeros(len(entries), bool)
+        for at in range(0, len(entries), _VERIFY_BLOCKS):
+            part = entries[at : at + _VERIFY_BLOCKS]
+            good[at : at + len(part)] = check_entries(self._reader, self._scratch, part) == BlockStatus.FOUND
+        return good
+
+    def index_open_segment(self, record: SegmentRecord, index: BlockIndex, *, adopt_all: bool) -> SegmentRecord | None:
+        """Index a dead writer's segment; returns its new record, or None where nothing in it was worth keeping.
+
+        `adopt_all`: the block index was lost, so take every record that verifies.
+        """
+        segment = record.segment
+        try:
+            entries, size = self.scan(segment)
+        except FileNotFoundError:  # died between control record and file
+            self._table.delete(segment)
+            return None
+        if adopt_all:
+            entries = entries[self.verified(entries)]
+        elif len(entries):
+            present, records = index.lookup(entry_keys(entries))
+            entries = entries[present & (records == entries["record"])]
+        if not len(entries):
+            self._segments.delete(segment)
+            self._table.delete(segment)
+            return None
+        ends = entries["record"]["offset"] + fmt.record_bytes_array(entries["record"]["stored_bytes"])
+        sealed = int(ends.max())
+        secret = self._segments.secret(segment)
+        self._segments.write_index(segment, fmt.pack_index(segment, record.tenant, sealed, entries, secret))
+        expires = entries["record"]["expires_s"]
+        new = dataclasses.replace(
+            record, state=SegmentState.SEALED, allocated_bytes=size, sealed_bytes=sealed, records=len(entries),
+            expires_s=0 if (expires == 0).any() else int(expires.max()),
+        )  # fmt: skip
+        self._table.put(new)
+        return new
+
+    def entries_of_all(
+        self, dead: Callable[[SegmentRecord], bool], progress: Callable[[int, int], None] | None = None
+    ) -> Iterator[tuple[KeyArray, RecordArray]]:
+        """(keys, records) of every segment, from its index object or else its headers: what a rebuild loads.
+
+        `dead` says which segments must not come back (erased tenants, draining segments)."""
+        records = [record for record in self._table.all() if not dead(record)]
+        for number, record in enumerate(records):
+            try:
+                entries = self._segments.read_index(record.segment).entries
+            except (FileNotFoundError, FormatError):
+                try:
+                    entries, _ = self.scan(record.segment)
+                except FileNotFoundError:
+                    entries = np.zeros(0, fmt.INDEX_ENTRY)
+                entries = entries[self.verified(entries)]
+            if len(entries):
+                yield entry_keys(entries), np.ascontiguousarray(entries["record"])
+            if progress is not None:
+                progress(number + 1, len(records))
+
+
+def entry_keys(entries: NDArray[np.void]) -> KeyArray:
+    return np.ascontiguousarray(entries["key"]).view(np.uint8).reshape(-1, limits.key_bytes)
+
+
+def check_entries(reader: SegmentReader, scratch: Scratch, entries: NDArray[np.void]) -> NDArray[np.uint8]:
+    """Statuses of reading and verifying stored records as they are (no decode, nothing delivered)."""
+    stored = entries["record"]["stored_bytes"].tolist()
+    leases = [scratch.take(size) for size in stored]
+    plan = Plan(
+        keys=entries["key"].tolist(),
+        keyspaces=entries["keyspace"].tolist(),
+        records=np.ascontiguousarray(entries["record"]),
+        destinations=[[lease.view] for lease in leases],
+        element_bytes=1,
+        deadline=None,
+        raw=True,
+    )
+    reader.read(plan)
+    for lease in leases:
+        lease.give_back()
+    return plan.statuses

@@ -1,0 +1,171 @@
+"""Segment files under one or two roots: names, handles, write-once indexes. POSIX directories.
+
+Contract
+- A segment id is used once, ever; a file is created O_EXCL by its one writer and deleted as a whole.
+- Readers share descriptors, kept open in a bounded LRU. A deleted segment's descriptor stays valid until its last
+  reader lets go; a reader that comes later gets FileNotFoundError, never other bytes.
+- The second root, where there is one, holds the same file under the same name (`retained` durability).
+- Never: recycling a name or an extent, writing to a segment that another writer created.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import OrderedDict
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from perdure.errors import FormatError
+from perdure.io.api import File, Files
+from perdure.segments import format as fmt
+
+_OPEN_FILES_MAX = 256
+
+
+@dataclass(slots=True)
+class _Handle:
+    file: File
+    users: int = 0
+    doomed: bool = False  # close when the last user is gone
+
+
+def segment_path(segment: bytes) -> str:
+    name = segment.hex()
+    return f"segments/{name[-2:]}/{name}.seg"
+
+
+def index_path(segment: bytes) -> str:
+    return segment_path(segment)[:-4] + ".idx"
+
+
+class SegmentStore:
+    """All segments of one store. Thread-safe."""
+
+    def __init__(self, roots: Sequence[Files], root_secret: bytes):
+        self.roots = tuple(roots)
+        self._root_secret = root_secret
+        self._handles: OrderedDict[bytes, _Handle] = OrderedDict()
+        self._secrets: dict[bytes, bytes] = {}
+        self._lock = threading.Lock()
+
+    def secret(self, segment: bytes) -> bytes:
+        """Secret of a segment's header MACs."""
+        secret = self._secrets.get(segment)
+        if secret is None:
+            secret = self._secrets[segment] = fmt.segment_secret(self._root_secret, segment)
+        return secret
+
+    def create(self, segment: bytes, *, roots: int = 1) -> list[File]:
+        """New empty segment file in the first `roots` roots; all or none."""
+        files: list[File] = []
+        try:
+            for root in self.roots[:roots]:
+                files.append(root.create(segment_path(segment)))  # noqa: PERF401 (what was made must be undone)
+        except OSError:
+            for file, root in zip(files, self.roots, strict=False):
+                file.close()
+                root.unlink(segment_path(segment))
+            raise
+        return files
+
+    def acquire(self, segment: bytes) -> File:
+        """Shared handle for reading; give it back with `release`. Raises OSError (FileNotFoundError: it is gone)."""
+        with self._lock:
+            handle = self._handles.get(segment)
+            if handle is not None:
+                handle.users += 1
+                self._handles.move_to_end(segment)
+                return handle.file
+        file = self.roots[0].open(segment_path(segment))
+        with self._lock:
+            handle = self._handles.setdefault(segment, _Handle(file))
+            handle.users += 1
+            stale = self._shrink()
+        if handle.file is not file:  # another thread was faster
+            stale.append(file)
+        for other in stale:
+            other.close()
+        return handle.file
+
+    def release(self, segment: bytes, file: File) -> None:
+        with self._lock:
+            handle = self._handles.get(segment)
+            if handle is not None and handle.file is file:
+                handle.users -= 1
+                if not (handle.doomed and handle.users == 0):
+                    return
+                del self._handles[segment]
+        file.close()
+
+    def _shrink(self) -> list[File]:
+        """Unused handles beyond the bound, oldest first (the lock is held; closing is the caller's)."""
+        excess = len(self._handles) - _OPEN_FILES_MAX
+        idle = [name for name, handle in self._handles.items() if handle.users == 0][: max(excess, 0)]
+        return [self._handles.pop(name).file for name in idle]
+
+    def reopen(self, segment: bytes, *, root: int = 0) -> File:
+        """A descriptor of one's own (second look at a block that did not verify). The caller closes it."""
+        return self.roots[root].open(segment_path(segment))
+
+    def write_index(self, segment: bytes, data: bytes, *, roots: int = 1) -> None:
+        """Write-once; an index that is there already stays."""
+        for root in self.roots[:roots]:
+            root.write_once(index_path(segment), data)
+
+    def read_index(self, segment: bytes) -> fmt.SegmentIndex:
+        """Raises FileNotFoundError (never sealed) or FormatError (damaged in every root)."""
+        problem: FormatError | None = None
+        for root in self.roots:
+            try:
+                return fmt.unpack_index(root.read(index_path(segment)), segment, self.secret(segment))
+            except FormatError as error:
+                problem = error
+            except FileNotFoundError:
+                continue
+        if problem is not None:
+            raise problem
+        raise FileNotFoundError(index_path(segment))
+
+    def delete(self, segment: bytes) -> None:
+        """Unlink file and index in every root; what is already gone is fine."""
+        with self._lock:
+            handle = self._handles.get(segment)
+            if handle is not None:
+                if handle.users == 0:
+                    del self._handles[segment]
+                else:
+                    handle.doomed = True
+                    handle = None
+            self._secrets.pop(segment, None)
+        if handle is not None:
+            handle.file.close()
+        for root in self.roots:
+            for path in (segment_path(segment), index_path(segment)):
+                try:
+                    root.unlink(path)
+                except FileNotFoundError:
+                    continue
+
+    def list(self) -> list[bytes]:
+        """Ids of all segment files in the first root, in id (time) order."""
+        root = self.roots[0]
+        names = [name for shard in root.list("segments") for name in root.list(f"segments/{shard}")]
+        found = (_parse_name(name) for name in names)
+        return sorted(segment for segment in found if segment is not None)
+
+    def close(self) -> None:
+        with self._lock:
+            files = [handle.file for handle in self._handles.values()]
+            self._handles.clear()
+        for file in files:
+            file.close()
+
+
+def _parse_name(name: str) -> bytes | None:
+    stem, dot, suffix = name.partition(".")
+    if dot and suffix == "seg" and len(stem) == 32:
+        try:
+            return bytes.fromhex(stem)
+        except ValueError:
+            return None
+    return None

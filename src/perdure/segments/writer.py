@@ -1,0 +1,434 @@
+"""Appending blocks: open segments, large direct writes, group fsync, seal.
+
+Contract
+- One open segment per (tenant, durability, retention class), bounded in number; the bytes of one batch lie together.
+- `append` returns which records are completely in their file; nothing is visible until the caller publishes it.
+- `sync` is a group commit: threads that wait together share one fdatasync. After a failed fdatasync the segment takes
+  no more appends and nothing that was not synced before is acknowledged (the kernel may have dropped the pages).
+- A segment is sealed once it is full, idle or its store closes, after its last append was published or given up: its
+  index object lists what was published, everything else in it is garbage.
+- Never: a write outside the range that was reserved for it, a second use of a range.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+from numpy.typing import NDArray
+
+from perdure import limits
+from perdure.buffers import Parts, all_aligned, copy_parts
+from perdure.catalog.api import RECORD, Durability, KeyArray, RecordArray, SegmentRecord, SegmentState
+from perdure.clock import Clock
+from perdure.io.api import Engine, File, IOClass, IOState, Request
+from perdure.io.memory import Scratch
+from perdure.segments import format as fmt
+from perdure.segments.space import NoSpace, SpaceBudget
+from perdure.segments.store import SegmentStore
+from perdure.segments.table import SegmentTable
+
+_STAGE_PART_BYTES_MIN = 16 * limits.KIB  # smaller parts are gathered first: the kernel handles few large ones faster
+SegmentClass = tuple[bytes, Durability, int]  # tenant, durability, retention class
+
+
+@dataclass(slots=True)
+class Batch:
+    """Blocks ready for storage, one entry per block; `payloads` are as they go to the disk (encoded)."""
+
+    keyspace: bytes
+    keys: KeyArray
+    payloads: Sequence[Parts]
+    block_bytes: int
+    codecs: NDArray[np.uint8]
+    tenant: bytes
+    tenant_epoch: int
+    durability: Durability
+    retention: int
+    created_s: int | NDArray[np.uint32]
+    expires_s: int | NDArray[np.uint32]
+    fence: int = 0
+
+
+@dataclass(slots=True)
+class Appended:
+    """Outcome of `append`: records (n,), which of them are in their file, why the others are not, segments touched."""
+
+    records: RecordArray
+    written: NDArray[np.bool_]
+    late: NDArray[np.bool_]
+    errors: dict[int, OSError]
+    segments: list[OpenSegment]
+
+
+@dataclass(slots=True, eq=False)
+class OpenSegment:
+    segment: bytes
+    kind: SegmentClass
+    files: list[File]
+    limit_bytes: int
+    created_s: int
+    boot_id: bytes
+    last_used: float
+    allocated_bytes: int = 0
+    tail: int = 0
+    users: int = 0  # appends between reservation and publish
+    retired: bool = False  # no more appends
+    sealed: bool = False
+    expires_s: int = 0
+    lasting: bool = False  # some record never expires
+    entries: list[NDArray[np.void]] = field(default_factory=list)
+    written: int = 0  # generation counters of the group commit
+    synced: int = 0
+    syncing: bool = False
+    failed: OSError | None = None
+    changed: threading.Condition = field(default_factory=threading.Condition)
+
+    def sync(self) -> None:
+        """Make every append that has returned durable. Raises OSError if the disk refuses, now or earlier."""
+        with self.changed:
+            mine = self.written
+            while True:
+                if self.failed is not None:
+                    raise OSError(self.failed.errno, f"segment {self.segment.hex()}: an earlier fdatasync failed")
+                if self.synced >= mine:
+                    return
+                if not self.syncing:
+                    break
+                self.changed.wait()
+            self.syncing, target = True, self.written
+        problem: OSError | None = None
+        try:
+            for file in self.files:
+                file.datasync()
+        except OSError as error:
+            problem = error
+        with self.changed:
+            self.syncing = False
+            if problem is None:
+                self.synced = max(self.synced, target)
+            else:
+                self.failed, self.retired = problem, True
+            self.changed.notify_all()
+        if problem is not None:
+            raise problem
+
+
+class SegmentWriter:
+    """Owns every open segment of one store. Thread-safe; no lock is held across block I/O."""
+
+    def __init__(
+        self,
+        segments: SegmentStore,
+        table: SegmentTable,
+        engine: Engine,
+        scratch: Scratch,
+        space: SpaceBudget,
+        clock: Clock,
+        owner: bytes,
+        segment_bytes: int,
+    ):
+        self._segments, self._table, self._engine, self._scratch = segments, table, engine, scratch
+        self._space, self._clock, self._owner, self.segment_bytes = space, clock, owner, segment_bytes
+        self._open: dict[SegmentClass, OpenSegment] = {}
+        self._lock = threading.Lock()
+        self._creating = threading.Lock()
+
+    # --- reservation
+    def _segment_for(self, kind: SegmentClass, need: int, reserve: bool) -> OpenSegment:
+        """A segment of the class with room for at least `need` bytes, its users counted up. Raises NoSpace, OSError."""
+        while True:
+            with self._lock:
+                current = self._open.get(kind)
+                if current is not None and not current.retired and current.tail + need <= current.allocated_bytes:
+                    current.users += 1
+                    current.last_used = self._clock.monotonic()
+                    return current
+            with self._creating:
+                with self._lock:
+                    current = self._open.get(kind)
+                    if current is not None and not current.retired and current.tail + need <= current.allocated_bytes:
+                        continue
+                if current is not None and not current.retired and self._grow(current, need, reserve):
+                    continue
+                if current is not None:
+                    self.retire(current)
+                self._create(kind, need, reserve)
+
+    def _grow(self, current: OpenSegment, need: int, reserve: bool) -> bool:
+        """Allocate more of an open segment (it doubles, so that a small tenant stays small)."""
+        have = current.allocated_bytes
+        want = min(max(2 * have, current.tail + need), current.limit_bytes)
+        if current.tail + need > want:
+            return False
+        self._space.take(want - have, reserve=reserve)
+        try:
+            for file in current.files:
+                file.allocate(have, want - have)
+        except OSError:
+            self._space.give(want - have)
+            raise
+        with self._lock:
+            current.allocated_bytes = want
+        return True
+
+    def _create(self, kind: SegmentClass, need: int, reserve: bool) -> None:
+        tenant, durability, retention = kind
+        first = min(max(self.segment_bytes // 16, need, limits.segment_bytes_min), max(self.segment_bytes, need))
+        self._space.take(first, reserve=reserve)
+        segment = fmt.new_segment_id()
+        now, boot_id = int(self._clock.wall()), self._clock.boot_id()
+        roots = len(self._segments.roots) if durability == Durability.RETAINED else 1
+        record = SegmentRecord(
+            segment, SegmentState.OPEN, self._owner, tenant, durability, retention, boot_id, now, first, 0, 0, 0
+        )
+        files: list[File] = []
+        try:
+            self._table.put(record)  # before the file: a file without a record would never be accounted for
+            files = self._segments.create(segment, roots=roots)
+            for file in files:
+                file.allocate(0, first)
+        except BaseException:
+            self._space.give(first)
+            for file in files:
+                file.close()
+            self._segments.delete(segment)
+            self._table.delete(segment)
+            raise
+        limit = max(self.segment_bytes, need)
+        opened = OpenSegment(segment, kind, files, limit, now, boot_id, self._clock.monotonic(), first)
+        with self._lock:
+            self._open[kind] = opened
+            crowd = sorted(self._open.values(), key=lambda one: one.last_used)[: -limits.segments_open_max]
+        for one in crowd:
+            self.retire(one)
+
+    # --- append
+    def append(self, batch: Batch, *, deadline: float | None, reserve: bool = False) -> Appended:
+        """Write a batch to open segments. Every segment in the result must be given to `finish` once.
+
+        Raises NoSpace or OSError only if nothing could be written; a later failure is reported per block.
+        """
+        count = len(batch.keys)
+        stored = np.fromiter((sum(p.nbytes for p in parts) for parts in batch.payloads), np.uint32, count)
+        sizes = fmt.record_bytes_array(stored)
+        result = Appended(np.zeros(count, RECORD), np.zeros(count, bool), np.zeros(count, bool), {}, [])
+        kind = (batch.tenant, batch.durability, batch.retention)
+        at = 0
+        while at < count:
+            try:
+                opened = self._segment_for(kind, int(sizes[at]), reserve)
+            except OSError as error:  # NoSpace included
+                if at == 0:
+                    raise
+                result.errors |= dict.fromkeys(range(at, count), error)
+                break
+            with self._lock:  # another thread may have appended since
+                offset = opened.tail
+                fit = int(np.searchsorted(offset + np.cumsum(sizes[at:]), opened.allocated_bytes, side="right"))
+                if fit:
+                    opened.tail += int(sizes[at : at + fit].sum())
+            if fit == 0:
+                self.finish(opened)
+                continue
+            if opened in result.segments:  # it has grown since this batch's first run in it
+                self.finish(opened)
+            else:
+                result.segments.append(opened)
+            try:
+                self._fill(batch, result, opened, slice(at, at + fit), offset, sizes, stored, deadline)
+            except BaseException:
+                for one in result.segments:
+                    self.finish(one)
+                raise
+            at += fit
+        return result
+
+    def _fill(
+        self,
+        batch: Batch,
+        result: Appended,
+        opened: OpenSegment,
+        span: slice,
+        offset: int,
+        sizes: NDArray[np.int64],
+        stored: NDArray[np.uint32],
+        deadline: float | None,
+    ) -> None:
+        """Write blocks `span` of the batch at `offset` of one segment."""
+        records = result.records[span]
+        records["segment"] = np.void(opened.segment)
+        records["tenant"] = np.void(batch.tenant)
+        records["offset"] = offset + np.concatenate(([0], np.cumsum(sizes[span])[:-1]))
+        records["stored_bytes"] = stored[span]
+        records["block_bytes"] = batch.block_bytes
+        records["created_s"] = np.broadcast_to(batch.created_s, len(batch.keys))[span]
+        records["expires_s"] = np.broadcast_to(batch.expires_s, len(batch.keys))[span]
+        records["tenant_epoch"] = batch.tenant_epoch
+        records["codec"] = batch.codecs[span]
+        records["durability"] = batch.durability
+        records["retention"] = batch.retention
+        count = len(records)
+        header_lease = self._scratch.take(count * limits.page_bytes)
+        pages = np.frombuffer(header_lease.view, np.uint8).reshape(count, limits.page_bytes)
+        pages[:] = 0
+        tags = [fmt.payload_tag(parts) for parts in batch.payloads[span]]
+        fields = fmt.HeaderFields(batch.keyspace, batch.fence)
+        fmt.write_headers(pages, batch.keys[span], records, fields, tags, self._segments.secret(opened.segment))
+        requests, settled = self._requests(batch, opened, span, records, header_lease.view)
+        settled.append(header_lease.give_back)
+        left = len(requests)
+        lock = threading.Lock()
+
+        def settle() -> None:
+            nonlocal left
+            with lock:
+                left -= 1
+                last = left == 0
+            if last:
+                for release in settled:
+                    release()
+
+        for request in requests:
+            request.settle = settle
+        self._engine.run(requests, io_class=IOClass.WRITE_BACK, deadline=deadline)
+        for request in requests:
+            blocks = request.context
+            assert isinstance(blocks, range)
+            chosen = slice(blocks.start, blocks.stop)
+            if request.state is IOState.LATE:
+                result.late[chosen] = True
+            elif request.error is not None:
+                result.errors |= dict.fromkeys(blocks, request.error)
+        for position in range(span.start, span.stop):
+            result.written[position] = position not in result.errors and not result.late[position]
+        with opened.changed:
+            opened.written += 1
+            if any(request.error is not None for request in requests):
+                opened.retired = True
+
+    def _requests(
+        self, batch: Batch, opened: OpenSegment, span: slice, records: RecordArray, headers: memoryview
+    ) -> tuple[list[Request], list[Callable[[], None]]]:
+        """Vectored writes for one run of records, and what to give back when the last of them has settled."""
+        page, alignment = limits.page_bytes, self._segments.roots[0].memory_alignment
+        requests: list[Request] = []
+        leases: list[Callable[[], None]] = []
+        buffers: list[memoryview] = []
+        first = span.start
+        start = end = int(records["offset"][0])
+
+        def flush(until: int) -> None:
+            run = range(first, until)
+            requests.extend(Request(file, start, list(buffers), write=True, context=run) for file in opened.files)
+            buffers.clear()
+
+        for number, position in enumerate(range(span.start, span.stop)):
+            parts = batch.payloads[position]
+            size = int(records["stored_bytes"][number])
+            padded = fmt.record_bytes(size) - page
+            whole = padded == size and size // len(parts) >= _STAGE_PART_BYTES_MIN and all_aligned(parts, alignment)
+            if not whole:
+                lease = self._scratch.take(padded)
+                leases.append(lease.give_back)
+                copy_parts(parts, [lease.view[:size]])
+                lease.view[size:] = bytes(padded - size)
+                parts = [lease.view]
+            if buffers and (
+                end + page + padded - start > limits.write_io_bytes_max
+                or len(buffers) + 1 + len(parts) > limits.io_vectors_max
+            ):
+                flush(position)
+                first, start = position, end
+            buffers.append(headers[number * page : (number + 1) * page])
+            buffers.extend(parts)
+            end += page + padded
+        flush(span.stop)
+        return requests, leases
+
+    # --- seal
+    def published(self, opened: OpenSegment, keyspace: bytes, keys: KeyArray, records: RecordArray) -> None:
+        """Remember for the index which records of a segment became visible."""
+        entries = np.zeros(len(keys), fmt.INDEX_ENTRY)
+        entries["key"], entries["record"] = keys.view("V32").ravel(), records
+        entries["keyspace"] = np.void(keyspace)
+        with self._lock:
+            opened.entries.append(entries)
+            expiry = records["expires_s"]
+            opened.lasting |= bool((expiry == 0).any())
+            opened.expires_s = max(opened.expires_s, int(expiry.max(initial=0)))
+
+    def finish(self, opened: OpenSegment) -> None:
+        """The append that reserved a place has been published or given up."""
+        with self._lock:
+            opened.users -= 1
+        self._seal_if_done(opened)
+
+    def retire(self, opened: OpenSegment) -> None:
+        """No more appends; seals now, or when the last user is through."""
+        with self._lock:
+            opened.retired = True
+            if self._open.get(opened.kind) is opened:
+                del self._open[opened.kind]
+        self._seal_if_done(opened)
+
+    def _seal_if_done(self, opened: OpenSegment) -> None:
+        with self._lock:
+            if not opened.retired or opened.users or opened.sealed:
+                return
+            opened.sealed = True
+        self._seal(opened)
+
+    def _seal(self, opened: OpenSegment) -> None:
+        """Index object, then the control record. A failure leaves an unsealed segment, which recovery takes care of."""
+        segment, (tenant, durability, retention) = opened.segment, opened.kind
+        entries = np.concatenate(opened.entries) if opened.entries else np.zeros(0, fmt.INDEX_ENTRY)
+        with self._lock:
+            if self._open.get(opened.kind) is opened:
+                del self._open[opened.kind]
+        try:
+            if not len(entries):
+                self._segments.delete(segment)
+                self._table.delete(segment)
+                self._space.give(opened.allocated_bytes)
+                return
+            for file in opened.files:
+                file.truncate(opened.tail)
+                file.datasync()
+            secret = self._segments.secret(segment)
+            data = fmt.pack_index(segment, tenant, opened.tail, entries, secret)
+            self._segments.write_index(segment, data, roots=len(opened.files))
+            expires_s = 0 if opened.lasting else opened.expires_s
+            self._table.put(
+                SegmentRecord(
+                    segment, SegmentState.SEALED, self._owner, tenant, durability, retention, opened.boot_id,
+                    opened.created_s, opened.tail, opened.tail, len(entries), expires_s,
+                )
+            )  # fmt: skip
+            self._space.give(opened.allocated_bytes - opened.tail)
+        except OSError:
+            self._space.note_unsealed(segment)
+        finally:
+            for file in opened.files:
+                file.close()
+
+    def seal_idle(self, older_than: float) -> None:
+        """Retire open segments that nothing was appended to since `older_than` (monotonic seconds)."""
+        with self._lock:
+            idle = [one for one in self._open.values() if one.last_used < older_than and not one.users]
+        for one in idle:
+            self.retire(one)
+
+    def open_segments(self) -> list[OpenSegment]:
+        with self._lock:
+            return list(self._open.values())
+
+    def close(self) -> None:
+        """Seal everything. Appends must have ended."""
+        for one in self.open_segments():
+            self.retire(one)
+
+
+__all__ = ["Appended", "Batch", "NoSpace", "OpenSegment", "SegmentWriter"]

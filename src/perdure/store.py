@@ -1,0 +1,336 @@
+"""Opening and closing a store: the parts are put together here, and nowhere else.
+
+    with perdure.open("DIR", capacity="20GiB") as store:
+        space = store.keyspace(model=..., weights=..., layout=..., tenant=...)
+
+Contract
+- One writer per directory (flock); read-only opens beside it. Opening scans nothing: what needs a scan is done in the
+  background by `keeper`, while serving.
+- Thread-safe. After fork() the child's copy is unusable and says so; the parent's goes on.
+- `close` commits, seals and syncs; a process that dies without it loses nothing that was acknowledged.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import secrets
+import shutil
+import struct
+import weakref
+from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from numpy.typing import ArrayLike
+
+from perdure import directory, inspect, limits
+from perdure.catalog.api import BlockIndex, ControlStore
+from perdure.catalog.lmdb import LmdbIndex
+from perdure.catalog.lmdb_control import LmdbControl
+from perdure.clock import Clock, SteadyWall, SystemClock
+from perdure.core import Core, Incidents, Pins
+from perdure.errors import InvalidArgument, StoreClosed, StorePathError
+from perdure.io.aio import default_engine
+from perdure.io.api import Engine, Files
+from perdure.io.files import PosixFiles
+from perdure.io.memory import Scratch
+from perdure.keeper import CLOCK_KEY, STORE_NAMESPACE, Keeper
+from perdure.keys import KeyspaceIdentity, KVLayout
+from perdure.keyspace import Keyspace
+from perdure.options import parse_size, refuse_unknown
+from perdure.pool.dram import DramPool
+from perdure.presence import PresenceIndex
+from perdure.rates import Rates
+from perdure.segments.health import Health
+from perdure.segments.reader import SegmentReader
+from perdure.segments.reclaim import Reclaimer
+from perdure.segments.recovery import Recovery
+from perdure.segments.space import SpaceBudget
+from perdure.segments.store import SegmentStore
+from perdure.segments.table import SegmentTable
+from perdure.segments.writer import SegmentWriter
+from perdure.writing import AdmissionHook, flush_pending
+
+_CAPACITY_DEFAULT = "20GiB"
+_CALL_THREADS = 4
+_INDEX_BYTES_PER_PAGE = 0.1  # address space for the index: capacity in pages times this, generously
+_OPTIONS = ("capacity", "memory", "read_only", "mirror", "admission", "codec", "seams")
+
+
+@dataclass(slots=True)
+class Seams:
+    """Sources of nondeterminism, replaceable as a whole by tests and benchmarks."""
+
+    clock: Clock = field(default_factory=SystemClock)
+    files: Callable[[str], Files] = PosixFiles
+    engine: Callable[[], Engine] = default_engine
+    index: Callable[[BlockIndex], BlockIndex] = lambda index: index
+    control: Callable[[ControlStore], ControlStore] = lambda control: control
+
+
+class Store:
+    """One open directory. Made by `perdure.open`."""
+
+    def __init__(
+        self,
+        path: str | os.PathLike[str],
+        *,
+        capacity: int | str | None,
+        memory: int | str,
+        read_only: bool,
+        mirror: str | os.PathLike[str] | None,
+        admission: AdmissionHook | None,
+        codec: str,
+        seams: Seams,
+        drop_index: bool = False,
+    ):
+        self.path = Path(path)
+        self._admission, self._codec = admission, codec
+        self._closed: str | None = None
+        self._spaces: list[Keyspace] = []
+        memory_bytes = parse_size(memory, "memory")
+        identity = directory.prepare(self.path, create=not read_only, clock=seams.clock)
+        with contextlib.ExitStack() as undo:
+            self._lock = None
+            if not read_only:
+                try:
+                    self._lock = directory.WriterLock(self.path, seams.clock)
+                except PermissionError as error:
+                    raise StorePathError(
+                        f"{self.path}: not writable ({error.filename}); check owner and mode"
+                    ) from error
+                undo.callback(self._lock.close)
+            if drop_index:
+                shutil.rmtree(self.path / "index", ignore_errors=True)
+            self._core = self._assemble(identity, capacity, memory_bytes, read_only, mirror, seams, undo)
+            undo.pop_all()
+        self._keeper = Keeper(self._core)
+        if not read_only:
+            self._keeper.start()
+        _open_stores.add(self)
+
+    def _assemble(
+        self,
+        identity: directory.Identity,
+        capacity: int | str | None,
+        memory_bytes: int,
+        read_only: bool,
+        mirror: str | os.PathLike[str] | None,
+        seams: Seams,
+        undo: contextlib.ExitStack,
+    ) -> Core:
+        path, clock = self.path, seams.clock
+        secret = directory.root_secret(path)
+        control = seams.control(LmdbControl(path / "control", read_only=read_only))
+        undo.callback(control.close)
+        capacity_bytes = _capacity(control, capacity, read_only)
+        index_lost = not (path / "index").exists() and bool(control.segments())
+        map_bytes = int(capacity_bytes * _INDEX_BYTES_PER_PAGE) + 64 * limits.MIB
+        index = seams.index(LmdbIndex(path / "index", map_bytes=map_bytes, read_only=read_only))
+        undo.callback(index.close)
+        owner = secrets.token_bytes(limits.id_bytes)
+        if not read_only:
+            _take_over(control, owner)
+        roots = [seams.files(str(path))] + ([seams.files(str(mirror))] if mirror is not None else [])
+        segments, table = SegmentStore(roots, secret), SegmentTable(control)
+        undo.callback(segments.close)
+        engine, scratch, pool = seams.engine(), Scratch(), DramPool(memory_bytes)
+        undo.callback(engine.close)
+        cores = len(os.sched_getaffinity(0))
+        segment_bytes = _segment_bytes(capacity_bytes)
+        space = SpaceBudget(capacity_bytes, kept_back=segment_bytes)
+        presence, pins = PresenceIndex(), Pins(control, clock, owner)
+        seen = control.get(STORE_NAMESPACE, CLOCK_KEY)
+        steady = SteadyWall(clock, struct.unpack("<d", seen)[0] if seen else None)
+        reader = SegmentReader(segments, engine, scratch, pool, decode_threads=cores)
+        undo.callback(reader.close)
+        writer = SegmentWriter(segments, table, engine, scratch, space, clock, owner, segment_bytes)
+        reclaimer = Reclaimer(
+            segments, table, space, index, presence, pool, reader, writer, scratch, pins.alive,
+            lambda: 0 if steady.paused else int(steady.now()),
+        )  # fmt: skip
+        core = Core(
+            path=path, identity=identity, read_only=read_only, owner=owner, root_secret=secret, clock=clock,
+            steady=steady, files=roots[0], engine=engine, scratch=scratch, index=index, control=control, table=table,
+            segments=segments, space=space, presence=presence, pool=pool, reader=reader, writer=writer,
+            reclaimer=reclaimer, recovery=Recovery(segments, table, engine, scratch, reader), health=Health(clock),
+            pins=pins, incidents=Incidents(control, steady.now), rates=Rates(),
+            workers=ThreadPoolExecutor(cores, thread_name_prefix="perdure-codec"),
+            calls=ThreadPoolExecutor(_CALL_THREADS, thread_name_prefix="perdure-call"), index_lost=index_lost,
+        )  # fmt: skip
+        for record in table.all():
+            space.adopt(core.space_of(record))
+        return core
+
+    # --- use
+    def keyspace(
+        self,
+        *,
+        model: str,
+        weights: str,
+        layout: KVLayout,
+        tenant: str,
+        lora: str = "",
+        draft: str = "",
+        codec: str | None = None,
+    ) -> Keyspace:
+        """A tenant's view of one model's blocks. Everything here is part of every block's name.
+
+        weights: digest of the *loaded* weights, "sha256:...". lora: content digest of the adapter. draft: digest of a
+        draft model whose state is in the blocks. codec: "auto", "on" or "off" (lossless compression).
+        """
+        self._check()
+        identity = KeyspaceIdentity(model, weights, layout, lora, draft)
+        space = Keyspace(self._core, self._check, tenant, identity, codec or self._codec, self._admission)
+        inspect.register(self._core, space)
+        self._spaces.append(space)
+        return space
+
+    def status(self) -> dict[str, Any]:
+        """What is stored, what it takes, how the store and its host are. JSON-able; sizes in bytes."""
+        self._check()
+        answer = inspect.status(self._core)
+        answer["codecs"] = {space.digest.hex(): space.codec.reason for space in self._spaces}
+        answer["background"] = {"ready": self._keeper.ready.is_set(), "last_error": self._keeper.last_error}
+        return answer
+
+    def verify(self, progress: Callable[[int, int], None] | None = None) -> dict[str, Any]:
+        """Read and check every published record; see `inspect.verify`."""
+        self._check()
+        return inspect.verify(self._core, progress)
+
+    def explain(self, key: bytes) -> dict[str, Any]:
+        """Everything known about one block, by its 32-byte key."""
+        self._check()
+        return inspect.explain(self._core, key)
+
+    def explain_prefix(self, space: Keyspace, token_ids: ArrayLike) -> dict[str, Any]:
+        """Why a prefix hits as far as it does, and which identity fields differ where another keyspace holds it."""
+        self._check()
+        return inspect.explain_prefix(self._core, space, token_ids)
+
+    def sync(self) -> None:
+        """Commit ephemeral publishes now instead of within `limits.ephemeral_publish_delay_s`."""
+        self._check()
+        flush_pending(self._core)
+
+    def wait_ready(self, timeout_s: float | None = None) -> bool:
+        """Until the background work after opening is done. Serving does not need it."""
+        self._check()
+        return self._core.read_only or self._keeper.ready.wait(timeout_s)
+
+    # --- end
+    def close(self) -> None:
+        """Commit, seal, sync. Idempotent. Calls in other threads end with StoreClosed."""
+        if self._closed is not None:
+            return
+        self._closed = f"{self.path} was closed; open it again"
+        core = self._core
+        core.calls.shutdown(wait=True)
+        with contextlib.ExitStack() as steps:  # run in reverse order, each even if another fails
+            if self._lock is not None:
+                steps.callback(self._lock.close)
+            for part in (core.control, core.index, core.engine, core.segments, core.reader):
+                steps.callback(part.close)
+            steps.callback(core.workers.shutdown)
+            if not core.read_only:
+                steps.callback(self._keeper.save_recency)
+                steps.callback(core.writer.close)
+                steps.callback(flush_pending, core)
+                steps.callback(self._keeper.stop)
+
+    def _check(self) -> None:
+        if self._closed is not None:
+            raise StoreClosed(self._closed)
+
+    def _forked(self) -> None:
+        """In the child of a fork: nothing of the parent's store may be touched."""
+        self._closed = f"{self.path} was opened by the parent process; open it again in this one"
+        if self._lock is not None:
+            self._lock.close()
+
+    def __enter__(self) -> Store:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+def open(path: str | os.PathLike[str], **options: Any) -> Store:  # noqa: A001 (perdure.open is its public name)
+    """Open (and create, unless `read_only`) the store in a directory.
+
+    capacity: bytes or text ("20GiB"): what the segments may occupy; kept from the last time if not given.
+    memory: bytes or text: DRAM tier of this process ("256MiB"); 0 switches it off.
+    read_only: look and read beside a writer; nothing is changed.
+    mirror: second directory, for `retained` durability.
+    admission: hook that decides which blocks are worth storing. codec: default of keyspaces ("auto", "on", "off").
+    seams: clock, files, engine and catalog wrappers, for tests and benchmarks.
+
+    Raises StorePathError, FormatError, StoreLocked, CatalogError, InvalidArgument, UnknownOption.
+    """
+    refuse_unknown(options, _OPTIONS, "perdure.open")
+    chosen: Mapping[str, Any] = {
+        "capacity": None, "memory": "256MiB", "read_only": False, "mirror": None, "admission": None, "codec": "auto",
+    } | options  # fmt: skip
+    return Store(path, **{"seams": Seams(), **chosen})
+
+
+def rebuild(path: str | os.PathLike[str], progress: Callable[[int, int], None] | None = None) -> dict[str, Any]:
+    """Recreate the block index from the segments. The store must not be open. Returns its status afterwards."""
+    store = Store(
+        path, capacity=None, memory=0, read_only=False, mirror=None, admission=None, codec="auto", seams=Seams(),
+        drop_index=True,
+    )  # fmt: skip
+    with store:
+        while not store.wait_ready(0.1):
+            if progress is not None:
+                progress(*store._keeper.progress)  # noqa: SLF001 (same module)
+        return store.status()
+
+
+def _capacity(control: ControlStore, capacity: int | str | None, read_only: bool) -> int:
+    """The capacity asked for, else the one from last time; remembered."""
+    stored = control.get(STORE_NAMESPACE, b"capacity")
+    if capacity is None:
+        value = int(stored) if stored else parse_size(_CAPACITY_DEFAULT, "capacity")
+    else:
+        value = parse_size(capacity, "capacity")
+    if value < limits.capacity_bytes_min:
+        raise InvalidArgument(
+            f"capacity={capacity!r}: at least {limits.capacity_bytes_min} bytes are needed (an open and a sealed "
+            "segment, and room to copy forward)"
+        )
+    new = str(value).encode()
+    if new != stored and not read_only:
+        control.compare_and_set(STORE_NAMESPACE, b"capacity", stored, new)
+    return value
+
+
+def _segment_bytes(capacity: int) -> int:
+    """Segment size: small in a small store, so that reclaim has a choice."""
+    share = capacity // limits.segments_per_capacity_min // limits.page_bytes * limits.page_bytes
+    return min(max(share, limits.segment_bytes_min), limits.segment_bytes_max)
+
+
+def _take_over(control: ControlStore, owner: bytes) -> None:
+    """This process is the writer now: what the one before it held has ended."""
+    before = control.get(STORE_NAMESPACE, b"owner")
+    if before is not None:
+        control.end_owner(before)
+    control.compare_and_set(STORE_NAMESPACE, b"owner", before, owner)
+
+
+_open_stores: weakref.WeakSet[Store] = weakref.WeakSet()
+
+
+def _after_fork() -> None:
+    for store in list(_open_stores):
+        store._forked()  # noqa: SLF001 (same module)
+
+
+os.register_at_fork(after_in_child=_after_fork)
+
+__all__ = ["Seams", "Store", "open", "rebuild"]

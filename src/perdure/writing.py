@@ -1,0 +1,397 @@
+"""The writing verb: check, admit, encode, append, sync, publish; every block reported by itself.
+
+Contract
+- Order: data is in its file (and fsynced, where the durability class asks for it) before the catalog says so. What was
+  not published is invisible garbage; a failed or late write can be repeated at once.
+- "Exists" never acknowledges less than asked: a present copy counts only if its durability, retention and expiry are at
+  least those asked for; else the caller's copy is stored and replaces it.
+- Capacity is checked before the write; a full store makes room first (`segments.reclaim`), or rejects the block.
+- With a lease, publishing is fenced: if the lease was lost, StaleFence is raised and nothing becomes visible.
+"""
+
+from __future__ import annotations
+
+import errno
+import math
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+from numpy.typing import NDArray
+
+from perdure import limits
+from perdure.buffers import Parts, copy_parts
+from perdure.catalog.api import (
+    RECORD,
+    Durability,
+    KeyArray,
+    Lease,
+    PublishResult,
+    RecordArray,
+    fingerprints,
+)
+from perdure.catalog.codec import satisfies
+from perdure.core import Core
+from perdure.errors import CatalogError, PerdureError, StaleFence
+from perdure.keys import key_list
+from perdure.reports import WriteReport, WriteStatus
+from perdure.segments.format import record_bytes, record_bytes_array
+from perdure.segments.table import NO_TTL
+from perdure.segments.writer import Appended, Batch, NoSpace, OpenSegment
+
+if TYPE_CHECKING:
+    from perdure.keyspace import Keyspace
+
+_CHUNK_BYTES = 64 * limits.MIB  # bounds the memory of one write for staging and encoding
+_FULL = {errno.ENOSPC, errno.EDQUOT}
+_ATTEMPTS_MAX = 3
+
+
+@dataclass(frozen=True, slots=True)
+class AdmissionRequest:
+    """What an admission hook is asked about: the blocks of one write that are not stored yet."""
+
+    tenant: str
+    model: str
+    keys: KeyArray
+    block_bytes: int
+    positions: NDArray[np.intp]  # in the write call: deeper blocks of a chain are reused less
+    durability: Durability
+
+
+AdmissionHook = Callable[[AdmissionRequest], NDArray[np.bool_]]
+"""Returns a mask: which of the blocks are worth storing."""
+
+
+@dataclass(frozen=True, slots=True)
+class Terms:
+    """What the caller asked for, the same for all blocks of one write."""
+
+    durability: Durability
+    retention: int
+    created_s: int
+    expires_s: int
+    lease: Lease | None
+    deadline: float | None
+
+
+def retention(ttl_s: float | None, now_s: float) -> tuple[int, int]:
+    """(retention class, expiry in seconds since 1970) for a TTL.
+
+    Class: the power of two of minutes the TTL fits into, so that the blocks of one segment expire at about one time;
+    NO_TTL without one. The expiry is rounded up to a sixteenth of the TTL: writing a block again a little later is not
+    asking for more.
+    """
+    if ttl_s is None:
+        return NO_TTL, 0
+    step = max(1, int(ttl_s / 16))
+    return max(0, math.ceil(math.log2(max(ttl_s / 60, 1)))), -(-math.ceil(now_s + ttl_s) // step) * step
+
+
+def write(core: Core, space: Keyspace, keys: KeyArray, blocks: Sequence[Parts], terms: Terms) -> WriteReport:
+    started = time.monotonic()
+    count = len(keys)
+    report = WriteReport(np.full(count, WriteStatus.FAILED, np.uint8), 0, 0, 0, 0.0)
+    if terms.lease is not None and not core.control.check(terms.lease):
+        raise StaleFence(f"lease {terms.lease.token} was lost before the write; nothing was written")
+    todo = _new_blocks(core, keys, terms, report) if count else np.zeros(0, np.intp)
+    todo = _admitted(core, space, keys, todo, terms, report)
+    step = max(1, _CHUNK_BYTES // space.layout.block_bytes)
+    for at in range(0, len(todo), step):
+        _store(core, space, keys, blocks, todo[at : at + step], terms, report)
+    _settle_duplicates(keys, report)
+    report.stored = report.count(WriteStatus.STORED)
+    report.bytes = report.stored * space.layout.block_bytes
+    report.seconds = time.monotonic() - started
+    if report.stored:
+        core.rates.disk_write.add(report.bytes, report.seconds)
+    core.counters.add(
+        writes=1, blocks_stored=report.stored, blocks_existing=report.count(WriteStatus.EXISTS),
+        blocks_rejected=report.count(WriteStatus.REJECTED), blocks_write_late=report.count(WriteStatus.LATE),
+        blocks_write_failed=report.count(WriteStatus.FAILED), bytes_written=report.bytes,
+        bytes_on_disk_written=report.stored_bytes,
+    )  # fmt: skip
+    return report
+
+
+def _new_blocks(core: Core, keys: KeyArray, terms: Terms, report: WriteReport) -> NDArray[np.intp]:
+    """Positions to store: the first occurrence of every key that is not there (well enough) already."""
+    prints = fingerprints(keys)
+    complete = core.presence.complete  # before the probe: the fill may end meanwhile
+    maybe = core.presence.probe(prints) >= 0
+    if complete and core.presence.complete and not maybe.any():
+        enough = np.zeros(len(keys), bool)
+    else:
+        present, records = core.locate(keys)
+        wanted = np.zeros(len(keys), RECORD)
+        wanted["durability"], wanted["retention"] = terms.durability, terms.retention
+        wanted["expires_s"] = terms.expires_s
+        draining = np.fromiter(map(core.table.is_draining, records["segment"].tolist()), bool, len(records))
+        enough = present & ~draining & satisfies(records, wanted, core.expiry_now())
+    report.statuses[enough] = WriteStatus.EXISTS
+    if enough.any():
+        core.presence.touch(prints[enough], np.full(int(enough.sum()), core.tick(), np.uint32))
+    first = np.zeros(len(keys), bool)
+    first[np.unique(prints, return_index=True)[1]] = True  # equal fingerprints of different keys: never seen
+    return np.flatnonzero(first & ~enough)
+
+
+def _settle_duplicates(keys: KeyArray, report: WriteReport) -> None:
+    """Later occurrences of a key in one call share the outcome of the first; stored there means exists here."""
+    names, first, inverse = np.unique(fingerprints(keys), return_index=True, return_inverse=True)
+    if len(names) == len(keys):
+        return
+    outcome = report.statuses[first][inverse]
+    later = np.ones(len(keys), bool)
+    later[first] = False
+    report.statuses[later] = np.where(outcome == WriteStatus.STORED, WriteStatus.EXISTS, outcome)[later]
+
+
+def _admitted(
+    core: Core, space: Keyspace, keys: KeyArray, todo: NDArray[np.intp], terms: Terms, report: WriteReport
+) -> NDArray[np.intp]:
+    if space.admission is None or not len(todo):
+        return todo
+    request = AdmissionRequest(
+        space.tenant, space.identity.model, keys[todo], space.layout.block_bytes, todo, terms.durability
+    )
+    mask: NDArray[np.bool_] = np.asarray(space.admission(request), bool)
+    if mask.shape != todo.shape:
+        raise PerdureError(f"admission hook returned {mask.shape}, a mask of {todo.shape} is needed")
+    _refuse(report, todo[~mask], WriteStatus.REJECTED, "not admitted by the admission hook")
+    return todo[mask]
+
+
+def _refuse(report: WriteReport, positions: NDArray[np.intp], status: WriteStatus, why: str) -> None:
+    report.statuses[positions] = status
+    report.reasons |= dict.fromkeys(positions.tolist(), why)
+
+
+def _store(
+    core: Core,
+    space: Keyspace,
+    keys: KeyArray,
+    blocks: Sequence[Parts],
+    todo: NDArray[np.intp],
+    terms: Terms,
+    report: WriteReport,
+) -> None:
+    """Encode and append one chunk, making room as often as that helps."""
+    payloads, used = space.codec.encode(core, [blocks[position] for position in todo.tolist()])
+    for _ in range(_ATTEMPTS_MAX):
+        if terms.deadline is not None and time.monotonic() > terms.deadline:
+            _refuse(report, todo, WriteStatus.LATE, "deadline passed before the write began")
+            return
+        batch = Batch(
+            space.digest, np.ascontiguousarray(keys[todo]), payloads, space.layout.block_bytes, used, space.tenant_id,
+            0, terms.durability, terms.retention, terms.created_s, terms.expires_s,
+            terms.lease.token if terms.lease is not None else 0,
+        )  # fmt: skip
+        problem: OSError | None = None
+        try:
+            appended = core.writer.append(batch, deadline=terms.deadline)
+        except OSError as error:
+            left, problem = np.arange(len(todo)), error
+        except CatalogError as error:
+            _refuse(report, todo, WriteStatus.FAILED, str(error))
+            return
+        else:
+            left = _finish(core, space, keys, blocks, todo, batch, appended, terms, report)
+            problem = appended.errors[int(left[0])] if len(left) else None
+        if problem is None:
+            return
+        need = sum(record_bytes(sum(part.nbytes for part in payloads[place])) for place in left.tolist())
+        if not _made_room(core, problem, need):
+            status = WriteStatus.REJECTED if problem.errno in _FULL else WriteStatus.FAILED
+            _refuse(report, todo[left], status, str(problem))
+            return
+        todo, used = todo[left], used[left]
+        payloads = [payloads[place] for place in left.tolist()]
+    _refuse(report, todo, WriteStatus.REJECTED, "no room could be made; blocks of other sessions came first")
+
+
+def _made_room(core: Core, problem: OSError, need: int) -> bool:
+    if isinstance(problem, NoSpace):
+        return core.reclaimer.make_room(max(problem.need, min(need, core.writer.segment_bytes)))
+    if problem.errno in _FULL:  # the file system is full although the capacity is not: give some of ours back
+        core.counters.add(file_system_full=1)
+        return core.reclaimer.make_room(min(need, core.writer.segment_bytes), force=True)
+    return False
+
+
+def _finish(
+    core: Core,
+    space: Keyspace,
+    keys: KeyArray,
+    blocks: Sequence[Parts],
+    todo: NDArray[np.intp],
+    batch: Batch,
+    appended: Appended,
+    terms: Terms,
+    report: WriteReport,
+) -> NDArray[np.intp]:
+    """Sync and publish what was appended. Returns the places (in `todo`) that failed for want of space."""
+    deferred = False
+    try:
+        written = appended.written.copy()
+        late = np.flatnonzero(appended.late)
+        _refuse(report, todo[late], WriteStatus.LATE, "not written by the deadline")
+        full = [place for place, error in appended.errors.items() if error.errno in _FULL]
+        for place, error in appended.errors.items():
+            _refuse(report, todo[place : place + 1], WriteStatus.FAILED, f"write failed: {error}")
+        if terms.durability >= Durability.SESSION:
+            _sync(appended, written, todo, report)
+        if terms.deadline is not None and time.monotonic() > terms.deadline:
+            _refuse(report, todo[written], WriteStatus.LATE, "not durable by the deadline")
+            written[:] = False
+        done = np.flatnonzero(written)
+        if len(done):
+            deferred = _publish(core, space, keys, todo, batch, appended, done, terms, report)
+            _remember(core, space, keys, blocks, todo[done], report)
+    finally:
+        if not deferred:
+            for opened in appended.segments:
+                core.writer.finish(opened)
+    return np.array(sorted(full), np.intp)
+
+
+def _sync(appended: Appended, written: NDArray[np.bool_], todo: NDArray[np.intp], report: WriteReport) -> None:
+    for opened in appended.segments:
+        try:
+            opened.sync()
+        except OSError as error:
+            lost = written & (appended.records["segment"] == np.void(opened.segment))
+            _refuse(report, todo[lost], WriteStatus.FAILED, f"fdatasync failed: {error}")
+            written &= ~lost
+
+
+def _publish(
+    core: Core,
+    space: Keyspace,
+    keys: KeyArray,
+    todo: NDArray[np.intp],
+    batch: Batch,
+    appended: Appended,
+    done: NDArray[np.intp],
+    terms: Terms,
+    report: WriteReport,
+) -> bool:
+    """Make records visible; True if finishing their segments is left to the deferred commit."""
+    records, names = appended.records[done], np.ascontiguousarray(keys[todo[done]])
+    publication = Publication(space.digest, names, records, appended.segments, terms.lease)
+    if terms.durability == Durability.EPHEMERAL:
+        if terms.lease is not None and not core.control.check(terms.lease):
+            raise StaleFence(f"lease {terms.lease.token} was lost during the write; nothing was published")
+        core.pending.add(publication, key_list(names), records)
+        visible = np.ones(len(done), bool)
+    else:
+        try:
+            visible = commit(core, publication)
+        except CatalogError as error:
+            _refuse(report, todo[done], WriteStatus.FAILED, str(error))
+            return False
+    _show(core, publication, visible)
+    report.statuses[todo[done]] = np.where(visible, WriteStatus.STORED, WriteStatus.EXISTS)
+    report.stored_bytes += int(record_bytes_array(records["stored_bytes"])[visible].sum())
+    return terms.durability == Durability.EPHEMERAL
+
+
+@dataclass(slots=True, eq=False)
+class Publication:
+    """Records of one append on their way to the catalog."""
+
+    keyspace: bytes
+    keys: KeyArray
+    records: RecordArray
+    segments: list[OpenSegment]
+    lease: Lease | None = None
+
+
+def commit(core: Core, publication: Publication) -> NDArray[np.bool_]:
+    """Publish in one transaction; which records are now the visible ones. Raises CatalogError, StaleFence."""
+    keys, records, lease = publication.keys, publication.records, publication.lease
+
+    def admit() -> None:
+        if lease is not None and not core.control.check(lease):
+            raise StaleFence(f"lease {lease.token} was lost during the write; nothing was published")
+
+    try:
+        results = core.index.publish(
+            keys, records, now_s=core.expiry_now(), is_draining=core.table.is_draining, admit=admit
+        )
+        visible = results != PublishResult.EXISTS
+    except CatalogError:  # the outcome is unknown: what stands in the catalog decides
+        present, current = core.index.lookup(keys)
+        visible = np.asarray(present & (current == records), bool)
+        if not visible.any():
+            raise
+    for opened in publication.segments:
+        mine = np.flatnonzero(visible & (records["segment"] == np.void(opened.segment)))
+        if len(mine):
+            core.writer.published(opened, publication.keyspace, keys[mine], records[mine])
+    return visible
+
+
+def _show(core: Core, publication: Publication, visible: NDArray[np.bool_]) -> None:
+    """Put published blocks into the presence index."""
+    records, prints = publication.records, fingerprints(publication.keys)
+    tick = core.tick()
+    for opened in publication.segments:
+        mine = np.flatnonzero(visible & (records["segment"] == np.void(opened.segment)))
+        if len(mine):
+            core.presence.insert(
+                prints[mine],
+                segment=core.table.ordinal(opened.segment),
+                recency=np.maximum(tick - mine // 64, 1).astype(np.uint32),
+                expires_s=np.ascontiguousarray(records["expires_s"][mine]),
+            )
+
+
+def _remember(
+    core: Core,
+    space: Keyspace,
+    keys: KeyArray,
+    blocks: Sequence[Parts],
+    positions: NDArray[np.intp],
+    report: WriteReport,
+) -> None:
+    """What was just written is likely to be read next: keep it in the DRAM tier while the budget allows."""
+    if not core.pool.budget_bytes:
+        return
+    page = limits.page_bytes
+    padded = -(-space.layout.block_bytes // page) * page
+    for position in positions.tolist():
+        if report.statuses[position] != WriteStatus.STORED:
+            continue
+        slot = core.pool.reserve(padded)
+        if slot is None:
+            return
+        copy_parts(blocks[position], [slot.view[: space.layout.block_bytes]])
+        core.pool.publish(slot, keys[position].tobytes())
+
+
+def flush_pending(core: Core) -> None:
+    """Commit the ephemeral publishes collected so far in one go per append; called by the keeper and by `sync`."""
+    for publication in core.pending.take():
+        assert isinstance(publication, Publication)
+        try:
+            visible = commit(core, publication)
+            lost = ~visible
+        except CatalogError:
+            core.counters.add(catalog_errors=1)
+            lost = np.ones(len(publication.keys), bool)
+        if lost.any():  # another copy won, or the commit failed: the presence entry must not outlive the record
+            present, _ = _present_or_none(core, publication.keys)
+            core.presence.remove(fingerprints(publication.keys)[lost & ~present])
+        core.pending.remove(key_list(publication.keys))
+        for opened in publication.segments:
+            core.writer.finish(opened)
+
+
+def _present_or_none(core: Core, keys: KeyArray) -> tuple[NDArray[np.bool_], RecordArray | None]:
+    try:
+        return core.index.lookup(keys)
+    except CatalogError:
+        return np.zeros(len(keys), bool), None
