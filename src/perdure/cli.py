@@ -1,0 +1,258 @@
+"""The `perdure` command. Imports only click until a command runs, so that help appears at once.
+
+Exit status: 0 fine; 1 the answer is bad news (blocks that do not verify, a token that differs, a target missed is not);
+2 the command could not be carried out, with one line that says what, where and what to do.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+if TYPE_CHECKING:
+    from perdure.store import Store
+
+_DIRECTORY = click.Path(path_type=Path)
+_JSON = click.option("--json", "as_json", is_flag=True, help="Print JSON instead of a table.")
+Progress = Callable[[int, int], None]
+
+
+class _Group(click.Group):
+    """Turns typed errors into one line and exit status 2; names the nearest command for a misspelt one."""
+
+    def invoke(self, ctx: click.Context) -> Any:
+        from perdure.errors import PerdureError
+
+        try:
+            return super().invoke(ctx)
+        except PerdureError as error:
+            click.echo(f"perdure: {error}", err=True)
+            sys.exit(2)
+
+    def resolve_command(self, ctx: click.Context, args: list[str]) -> Any:
+        import difflib
+
+        near = difflib.get_close_matches(args[0], self.list_commands(ctx), n=1)
+        if args[0] not in self.commands and near:
+            ctx.fail(f"no such command {args[0]!r}; did you mean {near[0]!r}?")
+        return super().resolve_command(ctx, args)
+
+
+@click.group(cls=_Group, context_settings={"help_option_names": ["-h", "--help"]})
+@click.version_option(package_name="perdure")
+def main() -> None:
+    """Durable KV cache for LLM inference. DIR is a store: the directory given to perdure.open()."""
+
+
+@main.command()
+@click.argument("directory", metavar="DIR", type=_DIRECTORY)
+@_JSON
+def status(directory: Path, as_json: bool) -> None:
+    """What is stored in DIR, what it takes, how it is. Works beside a running writer."""
+    with _open(directory) as store:
+        answer = store.status()
+    if as_json:
+        _print_json(answer)
+        return
+    console, table = _table(f"Perdure store {directory}")
+    for name, value in _status_rows(answer):
+        table.add_row(name, value)
+    console.print(table)
+
+
+@main.command()
+@click.argument("directory", metavar="DIR", type=_DIRECTORY)
+@_JSON
+def verify(directory: Path, as_json: bool) -> None:
+    """Read and check every stored block. Exit status 1 if one does not verify."""
+    with _open(directory) as store, _progress("verifying", as_json, bytes_=True) as note:
+        report = store.verify(note)
+    if as_json:
+        _print_json(report)
+    else:
+        rate = report["bytes"] / max(report["seconds"], 1e-9)
+        click.echo(f"{report['blocks']} blocks, {_size(report['bytes'])} checked at {_size(rate)}/s")
+        for bad in report["bad"]:
+            click.echo(f"{bad['status']}: block {bad['key']} in segment {bad['segment']} at {bad['offset']}")
+        for bad in report["unreadable_segments"]:
+            click.echo(f"unreadable: segment {bad['segment']}: {bad['why']}")
+        click.echo(
+            "all blocks verify" if report["ok"] else "not all blocks verify; a read will miss them, nothing else"
+        )
+    sys.exit(0 if report["ok"] else 1)
+
+
+@main.command()
+@click.argument("directory", metavar="DIR", type=_DIRECTORY)
+@_JSON
+def rebuild(directory: Path, as_json: bool) -> None:
+    """Recreate the block index of DIR from its segments. The store must not be open."""
+    from perdure import store
+
+    with _progress("rebuilding", as_json) as note:
+        answer = store.rebuild(directory, note)
+    if as_json:
+        _print_json(answer)
+    else:
+        click.echo(f"index rebuilt: {answer['blocks']} blocks in {answer['segments']['sealed']['count']} segments")
+
+
+@main.command()
+@click.argument("directory", metavar="DIR", type=_DIRECTORY)
+@click.argument("key", metavar="KEY")
+@_JSON
+def explain(directory: Path, key: str, as_json: bool) -> None:
+    """Why the block with KEY (64 hex digits) is a hit or a miss: where it is, whose, whether it verifies, its past."""
+    from perdure.errors import InvalidArgument
+
+    try:
+        raw = bytes.fromhex(key)
+    except ValueError:
+        raise InvalidArgument(f"KEY {key!r}: must be 64 hex digits, as `perdure verify` prints them") from None
+    with _open(directory) as store:
+        answer = store.explain(raw)
+    if as_json:
+        _print_json(answer)
+        return
+    click.echo(f"{answer['verdict']}")
+    space = answer.get("keyspace")
+    if space:
+        click.echo(f"tenant {space['tenant']}, model {space['model']}, {space['block_tokens']} tokens per block")
+    record = answer.get("record")
+    if record:
+        click.echo(
+            f"{record['block_bytes']} bytes ({record['stored_bytes']} stored, codec {record['codec']}, "
+            f"{record['durability']}) in {answer['file']} at {record['offset']} ({answer['segment_state']})"
+        )
+    for one in answer["incidents"]:
+        click.echo(f"incident at {one['at_s']}: {one['kind']}: {one['why']} ({one['segment']} at {one['offset']})")
+
+
+@main.group()
+def bench() -> None:
+    """Measure this machine: ratios against fio, memcpy and peers, taken in the same run."""
+
+
+def _bench_options(command: Callable[..., None]) -> Callable[..., None]:
+    for option in (
+        _JSON,
+        click.option("--quick", is_flag=True, help="Smaller data sets: about a minute."),
+        click.option("--dir", "directory", type=_DIRECTORY, default=Path(".build/bench"), show_default=True,
+                     help="Where to put the data: on the device to be measured."),
+    ):  # fmt: skip
+        command = option(command)
+    return command
+
+
+@bench.command("store")
+@_bench_options
+def bench_store(directory: Path, quick: bool, as_json: bool) -> None:
+    """The embedded store against fio, memcpy and its own targets."""
+    from perdure.benchmarks import store
+
+    store.run(directory, quick=quick, json=as_json)
+
+
+@bench.command("peers")
+@_bench_options
+def bench_peers(directory: Path, quick: bool, as_json: bool) -> None:
+    """The same work through LMCache and a file per block, each in its own environment."""
+    from perdure.benchmarks import peers
+
+    peers.run(directory, quick=quick, json=as_json)
+
+
+@main.command()
+@click.argument("directory", metavar="DIR", type=_DIRECTORY)
+@_JSON
+def demo(directory: Path, as_json: bool) -> None:
+    """Prefill with a real model, kill -9, restore in a new process, fork, survive a flipped byte; leaves a store."""
+    from perdure import demo as demonstration
+
+    sys.exit(demonstration.run(directory, json=as_json))
+
+
+# --- output
+def _open(directory: Path) -> Store:
+    from perdure import store
+
+    return store.open(directory, read_only=True, memory=0)
+
+
+def _print_json(answer: Any) -> None:
+    click.echo(json.dumps(answer, indent=2))
+
+
+def _table(title: str) -> tuple[Any, Any]:
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table(title=title, show_header=False, title_justify="left")
+    return Console(), table
+
+
+def _progress(what: str, quiet: bool, *, bytes_: bool = False) -> AbstractContextManager[Progress | None]:
+    """A progress bar on a terminal, nothing elsewhere."""
+    if quiet or not sys.stderr.isatty():
+        return nullcontext(None)
+    return _Bar(what, bytes_)
+
+
+class _Bar(AbstractContextManager["Progress | None"]):
+    def __init__(self, what: str, bytes_: bool):
+        from rich import progress
+        from rich.console import Console
+
+        amount = progress.DownloadColumn() if bytes_ else progress.MofNCompleteColumn()
+        self._bar = progress.Progress(
+            progress.TextColumn("{task.description}"), progress.BarColumn(), amount, progress.TimeRemainingColumn(),
+            console=Console(stderr=True),
+        )  # fmt: skip
+        self._task = self._bar.add_task(what, total=None)
+
+    def __enter__(self) -> Progress:
+        self._bar.start()
+        return lambda done, total: self._bar.update(self._task, completed=done, total=total)
+
+    def __exit__(self, *_: object) -> None:
+        self._bar.stop()
+
+
+def _size(nbytes: float) -> str:
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if nbytes < 1024:
+            return f"{nbytes:.0f} {unit}" if unit == "B" else f"{nbytes:.1f} {unit}"
+        nbytes /= 1024
+    return f"{nbytes:.1f} TiB"
+
+
+def _status_rows(answer: dict[str, Any]) -> list[tuple[str, str]]:
+    segments, presence = answer["segments"], answer["presence"]
+    rows = [
+        ("writer", answer["writer"] or "none: not open for writing"),
+        ("capacity", f"{_size(answer['used_bytes'])} of {_size(answer['capacity_bytes'])} in use"),
+        ("blocks", f"{answer['blocks']}" + (" (index is being rebuilt)" if answer["index_rebuilding"] else "")),
+        ("segments", ", ".join(f"{one['count']} {name}" for name, one in segments.items() if one["count"]) or "none"),
+    ]
+    rows += [
+        (f"tenant {name}", f"{one['blocks']} blocks, {_size(one['kv_bytes'])} of KV in {_size(one['stored_bytes'])}")
+        for name, one in answer["tenants"].items()
+    ]
+    for one in answer["keyspaces"]:
+        block = f"{one['block_tokens']} tokens = {_size(one['block_bytes'])} per block"
+        rows.append((f"model {one['model']}", f"tenant {one['tenant']}, {block}, keyspace {one['digest'][:16]}…"))
+    rows.append(("pins", str(answer["pins"])))
+    if not answer["healthy"]:
+        rows.append(("UNHEALTHY", "many blocks fail to verify: look at the disk; nothing is removed meanwhile"))
+    if answer["expiry_paused"]:
+        rows.append(("CLOCK", f"wall clock is off by {answer['clock_step_s']} s: expiry is paused"))
+    if presence["keys"]:
+        rows.append(("presence index", f"{presence['keys']} keys, {_size(presence['bytes'])}"))
+    rows += [("incident", f"{one['kind']}: block {one['key'][:16]}…: {one['why']}") for one in answer["incidents"]]
+    return rows
