@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import threading
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -47,6 +47,7 @@ from perdure.segments.writer import SegmentWriter
 
 _INCIDENTS_MAX = 1024
 _INCIDENT = "incident"
+_BLOCKS_PER_TICK = 64
 
 
 class Counters:
@@ -63,6 +64,35 @@ class Counters:
     def snapshot(self) -> dict[str, int]:
         with self._lock:
             return {name: value for name, value in sorted(self._values.items()) if value}
+
+
+class Touches:
+    """Uses of blocks on their way to the presence index: collected per call, applied together before anyone asks."""
+
+    _CALLS_MAX = 1024
+
+    def __init__(self, presence: PresenceIndex):
+        self._presence = presence
+        self._calls: deque[tuple[KeyArray, int]] = deque()
+
+    def add(self, keys: KeyArray, tick: int) -> None:
+        """`keys` in chain order: the deeper a block, the older it counts, so a chain is evicted from its tail."""
+        self._calls.append((keys, tick))
+        if len(self._calls) > self._CALLS_MAX:
+            self.apply()
+
+    def apply(self) -> None:
+        while True:
+            try:
+                keys, tick = self._calls.popleft()
+            except IndexError:
+                return
+            self._presence.touch(fingerprints(keys), ticks_of(tick, len(keys)))
+
+
+def ticks_of(tick: int, count: int) -> NDArray[np.uint32]:
+    """Recency of `count` blocks of one chain used at `tick`, never 0 (which means released)."""
+    return np.maximum(tick - np.arange(count) // _BLOCKS_PER_TICK, 1).astype(np.uint32)
 
 
 class Incidents:
@@ -164,10 +194,12 @@ class Core:
     calls: ThreadPoolExecutor  # submit_read, submit_write
     counters: Counters = field(default_factory=Counters)
     pending: Pending = field(init=False)
+    touches: Touches = field(init=False)
     index_lost: bool = False  # the block index is being rebuilt in the background
 
     def __post_init__(self) -> None:
         self.pending = Pending()
+        self.touches = Touches(self.presence)
 
     def expiry_now(self) -> int:
         """Seconds since 1970 for expiry decisions; 0 (nothing expires) while the wall clock is in doubt."""

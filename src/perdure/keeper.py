@@ -148,6 +148,7 @@ class Keeper:
         core = self._core
         if core.steady.paused:
             return
+        core.touches.apply()
         tick = core.tick()
         prints, ticks = core.presence.changed_since(self._recency_tick)
         if len(prints):

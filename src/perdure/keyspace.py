@@ -236,6 +236,7 @@ class Keyspace:
     def release(self, keys: KeyArray | Sequence[bytes]) -> None:
         """Hint: this session is over, evict its blocks first (unless someone uses them after all)."""
         self._check()
+        self._core.touches.apply()  # what was used before this hint must not undo it
         self._core.presence.release(fingerprints(naming.check_keys(keys)))
 
     def _writable(self) -> None:

@@ -18,17 +18,21 @@ from numpy.typing import NDArray
 
 from perdure import limits
 from perdure.buffers import Parts, copy_parts
-from perdure.catalog.api import Durability, KeyArray, RecordArray, fingerprints
+from perdure.catalog.api import RECORD, Durability, KeyArray, as_keys, fingerprints
 from perdure.core import Core
 from perdure.errors import CatalogError
 from perdure.keys import key_list
 from perdure.reports import ReadReport
-from perdure.segments.reader import BlockStatus, Plan
+from perdure.segments.reader import BlockStatus, Plan, Row
 
 if TYPE_CHECKING:
     from perdure.keyspace import Keyspace
 
-_RECENCY_BLOCKS_PER_TICK = 64  # tail-first: blocks deeper in a chain count as a little older
+# As plain integers: an attribute of an enum costs as much as a checksum of 4 KiB.
+_FOUND, _MISSING = int(BlockStatus.FOUND), int(BlockStatus.MISSING)
+_SEGMENT, _TENANT, _OFFSET, _BLOCK_BYTES, _EXPIRES, _DURABILITY = map(
+    (RECORD.names or ()).index, ("segment", "tenant", "offset", "block_bytes", "expires_s", "durability")
+)
 
 
 def lookup(core: Core, keys: KeyArray) -> int:
@@ -77,21 +81,20 @@ def read(
     started = time.monotonic()
     deadline = None if deadline_s is None else started + deadline_s
     count = len(keys)
-    statuses = np.full(count, BlockStatus.MISSING, np.uint8)
+    statuses = np.full(count, _MISSING, np.uint8)
     report = ReadReport(statuses, 0, 0, 0.0)
     if count:
         _from_memory(core, space, keys, destinations, report)
-        rest = np.flatnonzero(statuses != BlockStatus.FOUND)
-        if len(rest):
-            _from_disk(core, space, keys, destinations, rest, deadline, direct, report)
-    found = statuses == BlockStatus.FOUND
-    holes = np.flatnonzero(~found)
-    report.usable = int(holes[0]) if len(holes) else count
+        _from_disk(core, space, keys, destinations, deadline, direct, report)
+    found = statuses == _FOUND
     total = int(np.count_nonzero(found))
+    report.usable = count if total == count else int(found.argmin())
     report.bytes = total * space.layout.block_bytes
     report.seconds = time.monotonic() - started
-    if total:
-        _touch(core, keys, found)
+    if total == count:
+        core.touches.add(keys, core.tick())
+    elif total:
+        core.touches.add(keys[found], core.tick())
     _count(core, report, total, count)
     return report
 
@@ -114,7 +117,7 @@ def _from_memory(
             if slot is None or (visible is not None and not visible[position]) or slot.view.nbytes < size:
                 continue
             copy_parts([slot.view[:size]], destinations[position])
-            report.statuses[position] = BlockStatus.FOUND
+            report.statuses[position] = _FOUND
             report.from_memory += 1
     finally:
         core.pool.release(held)
@@ -126,30 +129,26 @@ def _from_disk(
     space: Keyspace,
     keys: KeyArray,
     destinations: Sequence[Parts],
-    rest: NDArray[np.intp],
     deadline: float | None,
     direct: bool,
     report: ReadReport,
 ) -> None:
-    for attempt in range(2):
+    rest = np.flatnonzero(report.statuses != _FOUND)
+    for attempt in range(2 if len(rest) else 0):
         started = time.monotonic()
+        asked = keys if len(rest) == len(keys) else keys[rest]
         try:
-            present, records = core.locate(keys[rest])
+            chosen, rows = _placed(core, space, asked, rest, report)
         except CatalogError:  # a hint that cannot be asked is a miss
             core.counters.add(catalog_errors=1)
             return
-        usable = core.alive(present, records)
-        mine = records["tenant"] == np.void(space.tenant_id)
-        report.statuses[rest[usable & ~mine]] = BlockStatus.DENIED
-        usable &= mine & (records["block_bytes"] == space.layout.block_bytes)
-        chosen = rest[usable]
-        if not len(chosen):
+        if not chosen:
             return
         plan = Plan(
-            keys=key_list(np.ascontiguousarray(keys[chosen])),
+            keys=key_list(keys[chosen]),
             keyspaces=[space.digest] * len(chosen),
-            records=records[usable],
-            destinations=[destinations[position] for position in chosen.tolist()],
+            rows=rows,
+            destinations=[destinations[position] for position in chosen],
             element_bytes=space.layout.element_bytes,
             deadline=deadline,
             direct=direct or (deadline is None and not core.pool.budget_bytes),
@@ -158,87 +157,90 @@ def _from_disk(
         report.statuses[chosen] = plan.statuses
         if not plan.settled.is_set():
             report._settled = plan.settled  # noqa: SLF001 (the report is ours)
-        delivered = int(np.count_nonzero(plan.statuses == BlockStatus.FOUND))
+        delivered = int(np.count_nonzero(plan.statuses == _FOUND))
         if delivered:
             core.rates.disk_read.add(delivered * space.layout.block_bytes, time.monotonic() - started)
         if not plan.problems:
             return
-        report.problems |= {int(chosen[position]): why for position, why in plan.problems.items()}
-        bad = np.array(sorted(plan.problems), np.intp)
-        moved = _quarantine(core, keys[chosen[bad]], plan, bad) if not core.read_only else np.zeros(len(bad), bool)
+        moved = [] if core.read_only else _quarantine(core, plan)
         report.statuses[chosen] = plan.statuses
-        rest = chosen[bad[moved]]
-        if attempt or not len(rest):
+        again = set(moved) if attempt == 0 else set()
+        report.problems |= {chosen[place]: why for place, why in plan.problems.items() if place not in again}
+        rest = np.array([chosen[place] for place in moved], np.intp)
+        if not again:
             return
-        for position in rest.tolist():
-            del report.problems[position]
 
 
-def _quarantine(core: Core, keys: KeyArray, plan: Plan, bad: NDArray[np.intp]) -> NDArray[np.bool_]:
+def _placed(
+    core: Core, space: Keyspace, asked: KeyArray, rest: NDArray[np.intp], report: ReadReport
+) -> tuple[list[int], list[Row]]:
+    """Positions that can be read, with their records; the others' statuses are final."""
+    present, records = core.locate(asked)
+    now, tenant, size = core.expiry_now(), space.tenant_id, space.layout.block_bytes
+    chosen: list[int] = []
+    rows: list[Row] = []
+    for position, there, row in zip(rest.tolist(), present.tolist(), records.tolist(), strict=True):
+        if not there or 0 < row[_EXPIRES] <= now:
+            continue
+        if row[_TENANT] != tenant:
+            report.statuses[position] = BlockStatus.DENIED
+        elif row[_BLOCK_BYTES] == size:
+            chosen.append(position)
+            rows.append(row)
+    return chosen, rows
+
+
+def _quarantine(core: Core, plan: Plan) -> list[int]:
     """Take blocks that did not verify out of the catalog, if they are still where they were read.
 
-    Returns which of them had moved meanwhile (their new place deserves a read).
+    Returns the places in the plan whose block had moved meanwhile (its new place deserves a read).
     """
-    records: RecordArray = plan.records[bad]
-    moved = np.zeros(len(bad), bool)
+    places = sorted(plan.problems)
+    keys = as_keys(plan.keys[place] for place in places)
     try:
         present, current = core.locate(keys)
     except CatalogError:
-        return moved
-    moved = present & (current != records)
+        return []
+    moved: list[int] = []
     boot_id = core.clock.boot_id()
-    for number, position in enumerate(bad.tolist()):
-        status, why = BlockStatus(plan.statuses[position]), plan.problems[position]
-        if moved[number] or status not in (BlockStatus.CORRUPT, BlockStatus.MISSING):
-            continue
-        segment = records["segment"][number].tobytes()
-        owner = core.table.get(segment)
-        lost = (
-            records["durability"][number] == Durability.EPHEMERAL and owner is not None and owner.boot_id != boot_id
-        )  # a power cut may take what was never fsynced: expected, not a sign of a bad disk
-        if lost:
-            plan.statuses[position] = BlockStatus.MISSING
-        elif not core.health.may_remove(segment):
-            core.counters.add(quarantine_withheld=1)
-            continue
-        try:
-            core.pending.remove([plan.keys[position]])
-            core.index.remove(keys[number : number + 1], records[number : number + 1])
-        except CatalogError:
-            continue
-        core.presence.remove(fingerprints(keys[number : number + 1]))
-        core.pool.drop(keys[number : number + 1])
-        core.counters.add(quarantined=1)
-        core.incidents.add(
-            plan.keys[position],
-            kind="lost" if lost else BlockStatus(plan.statuses[position]).name.lower(),
-            why=why,
-            segment=segment.hex(),
-            offset=int(records["offset"][number]),
-        )
+    for number, place in enumerate(places):
+        row, status = plan.rows[place], plan.statuses[place]
+        if present[number] and current[number].item() != row:
+            moved.append(place)
+        elif status in (BlockStatus.CORRUPT, BlockStatus.MISSING):
+            owner = core.table.get(row[_SEGMENT])
+            lost = row[_DURABILITY] == Durability.EPHEMERAL and owner is not None and owner.boot_id != boot_id
+            if lost:  # a power cut may take what was never fsynced: expected, not a sign of a bad disk
+                plan.statuses[place] = BlockStatus.MISSING
+            elif not core.health.may_remove(row[_SEGMENT]):
+                core.counters.add(quarantine_withheld=1)
+                continue
+            kind = "lost" if lost else BlockStatus(plan.statuses[place]).name.lower()
+            _remove(core, keys[number : number + 1], row, kind, plan.problems[place])
     return moved
 
 
-def _touch(core: Core, keys: KeyArray, found: NDArray[np.bool_]) -> None:
-    positions = np.flatnonzero(found)
-    ticks = np.maximum(core.tick() - positions // _RECENCY_BLOCKS_PER_TICK, 1).astype(np.uint32)
-    core.presence.touch(fingerprints(keys)[positions], ticks)
+def _remove(core: Core, key: KeyArray, row: Row, kind: str, why: str) -> None:
+    """Forget one block and remember why, for `status` and `explain`."""
+    try:
+        core.pending.remove(key_list(key))
+        core.index.remove(key, np.array([row], RECORD))
+    except CatalogError:
+        return
+    core.presence.remove(fingerprints(key))
+    core.pool.drop(key)
+    core.counters.add(quarantined=1)
+    core.incidents.add(key.tobytes(), kind=kind, why=why, segment=row[_SEGMENT].hex(), offset=row[_OFFSET])
 
 
 def _count(core: Core, report: ReadReport, found: int, count: int) -> None:
-    if found == count and not report.problems:
-        core.counters.add(
-            reads=1, blocks_found_memory=report.from_memory, blocks_found_disk=found - report.from_memory,
-            bytes_read=report.bytes,
-        )  # fmt: skip
-        return
-    core.counters.add(
-        reads=1,
-        blocks_found_memory=report.from_memory,
-        blocks_found_disk=found - report.from_memory,
-        bytes_read=report.bytes,
-        blocks_missing=report.count(BlockStatus.MISSING),
-        blocks_corrupt=report.count(BlockStatus.CORRUPT),
-        blocks_denied=report.count(BlockStatus.DENIED),
-        blocks_late=report.count(BlockStatus.LATE),
-    )
+    amounts = {
+        "reads": 1,
+        "blocks_found_memory": report.from_memory,
+        "blocks_found_disk": found - report.from_memory,
+        "bytes_read": report.bytes,
+    }
+    if found != count:
+        for status in (BlockStatus.MISSING, BlockStatus.CORRUPT, BlockStatus.DENIED, BlockStatus.LATE):
+            amounts[f"blocks_{status.name.lower()}"] = report.count(status)
+    core.counters.add(**amounts)

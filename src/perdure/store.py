@@ -150,7 +150,7 @@ class Store:
         writer = SegmentWriter(segments, table, engine, scratch, space, clock, owner, segment_bytes)
         reclaimer = Reclaimer(
             segments, table, space, index, presence, pool, reader, writer, scratch, pins.alive,
-            lambda: 0 if steady.paused else int(steady.now()),
+            lambda: 0 if steady.paused else int(steady.now()), lambda: core.touches.apply(),
         )  # fmt: skip
         core = Core(
             path=path, identity=identity, read_only=read_only, owner=owner, root_secret=secret, clock=clock,

@@ -33,7 +33,7 @@ from perdure.catalog.api import (
     fingerprints,
 )
 from perdure.catalog.codec import satisfies
-from perdure.core import Core
+from perdure.core import Core, ticks_of
 from perdure.errors import CatalogError, PerdureError, StaleFence
 from perdure.keys import key_list
 from perdure.reports import WriteReport, WriteStatus
@@ -132,7 +132,7 @@ def _new_blocks(core: Core, keys: KeyArray, terms: Terms, report: WriteReport) -
         enough = present & ~draining & satisfies(records, wanted, core.expiry_now())
     report.statuses[enough] = WriteStatus.EXISTS
     if enough.any():
-        core.presence.touch(prints[enough], np.full(int(enough.sum()), core.tick(), np.uint32))
+        core.touches.add(keys[enough], core.tick())
     first = np.zeros(len(keys), bool)
     first[np.unique(prints, return_index=True)[1]] = True  # equal fingerprints of different keys: never seen
     return np.flatnonzero(first & ~enough)
@@ -337,14 +337,14 @@ def commit(core: Core, publication: Publication) -> NDArray[np.bool_]:
 def _show(core: Core, publication: Publication, visible: NDArray[np.bool_]) -> None:
     """Put published blocks into the presence index."""
     records, prints = publication.records, fingerprints(publication.keys)
-    tick = core.tick()
+    ticks = ticks_of(core.tick(), len(prints))
     for opened in publication.segments:
         mine = np.flatnonzero(visible & (records["segment"] == np.void(opened.segment)))
         if len(mine):
             core.presence.insert(
                 prints[mine],
                 segment=core.table.ordinal(opened.segment),
-                recency=np.maximum(tick - mine // 64, 1).astype(np.uint32),
+                recency=ticks[mine],
                 expires_s=np.ascontiguousarray(records["expires_s"][mine]),
             )
 

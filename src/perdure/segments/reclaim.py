@@ -60,10 +60,13 @@ class Reclaimer:
         scratch: Scratch,
         pinned: Callable[[], NDArray[np.uint64]],
         now_s: Callable[[], int],
+        before: Callable[[], None],
     ):
+        """`before` is called before recency is looked at (it applies uses that were only noted)."""
         self._segments, self._table, self._space, self._index = segments, table, space, index
         self._presence, self._pool, self._reader, self._writer = presence, pool, reader, writer
         self._scratch, self._pinned, self._now_s = scratch, pinned, now_s
+        self._before = before
         self._lock = threading.Lock()
         self.counters = ReclaimCounters()
 
@@ -72,6 +75,7 @@ class Reclaimer:
 
         False if what is left is pinned, open or unreadable."""
         with self._lock:
+            self._before()
             given_up: set[bytes] = set()
             goal = self._space.used if force else self._space.capacity - self._space.kept_back
             while self._space.used + need > goal:
@@ -192,7 +196,7 @@ class Reclaimer:
         try:
             keys = entry_keys(entries)
             views = [[lease.view] for lease in leases]
-            plan = Plan(entries["key"].tolist(), [keyspace] * len(entries), old, views, 1, None, raw=True)
+            plan = Plan(entries["key"].tolist(), [keyspace] * len(entries), old.tolist(), views, 1, None, raw=True)
             self._reader.read(plan)
             good = plan.statuses == BlockStatus.FOUND
             moved = np.zeros(len(entries), bool)

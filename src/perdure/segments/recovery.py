@@ -137,7 +137,7 @@ def check_entries(reader: SegmentReader, scratch: Scratch, entries: NDArray[np.v
     plan = Plan(
         keys=entries["key"].tolist(),
         keyspaces=entries["keyspace"].tolist(),
-        records=np.ascontiguousarray(entries["record"]),
+        rows=entries["record"].tolist(),
         destinations=[[lease.view] for lease in leases],
         element_bytes=1,
         deadline=None,
