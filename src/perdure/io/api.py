@@ -7,8 +7,8 @@ Contract
 - A request ends exactly once: DONE (every byte moved: short transfers are continued, never reported as done), FAILED
   (an OSError is attached; end of file on a read is `ShortTransfer`), or LATE (the deadline passed first).
 - `done` is called once per request that ended DONE or FAILED before the deadline, never for a LATE one.
-- A LATE request may still be running in the kernel. The engine keeps its buffers alive, and calls its `settle` hook once
-  when the kernel can no longer touch them. For every other request `settle` is called right after `done`.
+- A LATE request may still be running in the kernel. The engine keeps its buffers alive, and calls its `settle` hook
+  once when the kernel can no longer touch them. For every other request `settle` is called right after `done`.
 - Restores go before write-back: a waiting RESTORE request takes the next free place of its device.
 - Not guaranteed: any order between the requests of a batch, or which thread calls `done` and `settle`.
 
@@ -56,6 +56,8 @@ class File(Protocol):
     path: str
     direct: bool
     device: int  # st_dev: what the in-flight cap counts by
+    native: bool  # a plain file of the kernel's: an engine may go past preadv to its descriptor. False for siblings
+    memory_alignment: int  # of addresses, offsets and lengths for direct transfers; others are slower, not wrong
 
     def fileno(self) -> int: ...
 
