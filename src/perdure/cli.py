@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 if TYPE_CHECKING:
+    from perdure.benchmarks.harness import Report
     from perdure.store import Store
 
 _DIRECTORY = click.Path(path_type=Path)
@@ -156,7 +157,8 @@ def bench_store(directory: Path, quick: bool, as_json: bool) -> None:
     """The embedded store against fio, memcpy and its own targets."""
     from perdure.benchmarks import store
 
-    store.run(directory, quick=quick, json=as_json)
+    directory.mkdir(parents=True, exist_ok=True)
+    _print_report(store.run(directory, quick=quick, json=as_json), as_json)
 
 
 @bench.command("peers")
@@ -165,7 +167,8 @@ def bench_peers(directory: Path, quick: bool, as_json: bool) -> None:
     """The same work through LMCache and a file per block, each in its own environment."""
     from perdure.benchmarks import peers
 
-    peers.run(directory, quick=quick, json=as_json)
+    directory.mkdir(parents=True, exist_ok=True)
+    _print_report(peers.run(directory, cache_dir=directory / "environments", quick=quick, json=as_json), as_json)
 
 
 @main.command()
@@ -187,6 +190,15 @@ def _open(directory: Path) -> Store:
 
 def _print_json(answer: Any) -> None:
     click.echo(json.dumps(answer, indent=2))
+
+
+def _print_report(report: Report, as_json: bool) -> None:
+    if as_json:
+        click.echo(report.to_json())
+        return
+    from rich.console import Console
+
+    Console().print(report.table())
 
 
 def _table(title: str) -> tuple[Any, Any]:

@@ -241,7 +241,8 @@ class Core:
     def alive(self, present: NDArray[np.bool_], records: RecordArray) -> NDArray[np.bool_]:
         """`present` without what has expired."""
         expires: NDArray[np.uint32] = records["expires_s"]
-        return present & ((expires == 0) | (expires > self.expiry_now()))
+        alive: NDArray[np.bool_] = present & ((expires == 0) | (expires > self.expiry_now()))
+        return alive
 
 
 class Pending:

@@ -250,7 +250,8 @@ class PresenceIndex:
         table = self._table
         slots = _locate(table, _mapped(fp))
         expires_s: Column = table.expires_s.take(slots, mode="clip")
-        return (slots >= 0) & ((expires_s == 0) | (expires_s > now_s))
+        visible: NDArray[np.bool_] = (slots >= 0) & ((expires_s == 0) | (expires_s > now_s))
+        return visible
 
     def recency_of(self, fp: Fingerprints) -> Column:
         """uint32 (n,): tick of the last use of each key, 0 where absent."""

@@ -321,10 +321,10 @@ def commit(core: Core, publication: Publication) -> NDArray[np.bool_]:
         results = core.index.publish(
             keys, records, now_s=core.expiry_now(), is_draining=core.table.is_draining, admit=admit
         )
-        visible = results != PublishResult.EXISTS
+        visible: NDArray[np.bool_] = results != PublishResult.EXISTS
     except CatalogError:  # the outcome is unknown: what stands in the catalog decides
         present, current = core.index.lookup(keys)
-        visible = np.asarray(present & (current == records), bool)
+        visible = present & (current == records)
         if not visible.any():
             raise
     for opened in publication.segments:

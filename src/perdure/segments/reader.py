@@ -284,6 +284,7 @@ class SegmentReader:
                 plan.problems[position] = f"payload does not decode: {error}"
                 plan.statuses[position] = BlockStatus.CORRUPT
                 return
+            self._keep_decoded(plan, position)
         elif not block.in_place:
             copy_parts(block.payload, destination)
         if block.slot is not None:
@@ -292,6 +293,14 @@ class SegmentReader:
         if plan.problems:
             plan.problems.pop(position, None)
         plan.statuses[position] = _FOUND
+
+    def _keep_decoded(self, plan: Plan, position: int) -> None:
+        """The DRAM tier holds blocks as the engine wants them, decoded once."""
+        nbytes = sum(part.nbytes for part in plan.destinations[position])
+        slot = None if plan.direct else self._pool.reserve(fmt.record_bytes(nbytes) - limits.page_bytes)
+        if slot is not None:
+            copy_parts(plan.destinations[position], [slot.view[:nbytes]])
+            self._pool.publish(slot, plan.keys[position])
 
     def _failed(self, plan: Plan, position: int, error: OSError) -> None:
         gone = isinstance(error, ShortTransfer) or error.errno in _GONE
