@@ -160,6 +160,13 @@ class AioContext:
         self.requests[slot] = None
         self.free.append(slot)
 
+    def reset(self) -> None:
+        """Clear the slots that were loaded for a single request, submitted or not; nothing may be in flight."""
+        self.loaded.clear()
+        if len(self.free) != _SLOTS:
+            self.requests = [None] * _SLOTS
+            self.free = list(range(_SLOTS))
+
     def busy(self) -> Iterator[Request]:
         """The requests of all slots that are loaded or in flight."""
         return (request for request in self.requests if request is not None)

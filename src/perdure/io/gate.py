@@ -131,7 +131,8 @@ class DeviceGate:
 
     def must_pass_on(self, device: int, io_class: IOClass) -> bool:
         """Whether someone of this class or a better one waits: then a place that could be used again is released."""
-        return any(self._devices[device].queues[: io_class + 1])
+        queues = self._devices[device].queues
+        return bool(queues[0] or (io_class and queues[1]))
 
     def inflight(self, device: int) -> int:
         return self._devices[device].inflight if device in self._devices else 0
