@@ -195,6 +195,7 @@ class Core:
     counters: Counters = field(default_factory=Counters)
     pending: Pending = field(init=False)
     touches: Touches = field(init=False)
+    filled: threading.Event = field(default_factory=threading.Event)  # the presence index knows what the catalog knows
     index_lost: bool = False  # the block index is being rebuilt in the background
 
     def __post_init__(self) -> None:

@@ -77,7 +77,12 @@ class Keeper:
         def note(done: int, total: int) -> None:
             self.progress = (done, total)
 
-        for keys, records in core.recovery.entries_of_all(_dead, note):
+        def left_out(record: SegmentRecord) -> bool:
+            """Draining segments must not come back, and what this process is writing is published by itself."""
+            mine = record.state is SegmentState.OPEN and record.owner == core.owner
+            return mine or record.state is SegmentState.DRAINING
+
+        for keys, records in core.recovery.entries_of_all(left_out, note):
             order = np.argsort(keys.view("S32").ravel(), kind="stable")
             core.index.load(iter([(keys[order], records[order])]))
             if self._stop.is_set():
@@ -129,6 +134,7 @@ class Keeper:
             return
         if not core.index_lost:
             core.presence.mark_complete()
+        core.filled.set()
 
     # --- from time to time
     def chores(self) -> None:
@@ -156,8 +162,3 @@ class Keeper:
         self._recency_tick = tick - 1
         present = core.control.get(STORE_NAMESPACE, CLOCK_KEY)
         core.control.compare_and_set(STORE_NAMESPACE, CLOCK_KEY, present, struct.pack("<d", core.steady.now()))
-
-
-def _dead(record: SegmentRecord) -> bool:
-    """What a rebuild must not bring back."""
-    return record.state is SegmentState.DRAINING
