@@ -12,6 +12,7 @@ Contract
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import os
 import secrets
@@ -57,6 +58,7 @@ from perdure.writing import AdmissionHook, flush_pending
 _CAPACITY_DEFAULT = "20GiB"
 _CALL_THREADS = 4
 _INDEX_BYTES_PER_PAGE = 0.1  # address space for the index: capacity in pages times this, generously
+_FILL_WAIT_S = 30.0
 _OPTIONS = ("capacity", "memory", "read_only", "mirror", "admission", "codec", "seams")
 
 
@@ -90,7 +92,7 @@ class Store:
         self.path = Path(path)
         self._admission, self._codec = admission, codec
         self._closed: str | None = None
-        self._spaces: list[Keyspace] = []
+        self._spaces: dict[bytes, Keyspace] = {}
         memory_bytes = parse_size(memory, "memory")
         identity = directory.prepare(self.path, create=not read_only, clock=seams.clock)
         with contextlib.ExitStack() as undo:
@@ -98,9 +100,9 @@ class Store:
             if not read_only:
                 try:
                     self._lock = directory.WriterLock(self.path, seams.clock)
-                except PermissionError as error:
+                except OSError as error:
                     raise StorePathError(
-                        f"{self.path}: not writable ({error.filename}); check owner and mode"
+                        f"{self.path}: cannot be written ({error}); check owner, mode, mount"
                     ) from error
                 undo.callback(self._lock.close)
             if drop_index:
@@ -134,7 +136,11 @@ class Store:
         owner = secrets.token_bytes(limits.id_bytes)
         if not read_only:
             _take_over(control, owner)
-        roots = [seams.files(str(path))] + ([seams.files(str(mirror))] if mirror is not None else [])
+        roots = [seams.files(str(path))]
+        if mirror is not None:
+            if not read_only:
+                Path(mirror).mkdir(mode=0o700, parents=True, exist_ok=True)
+            roots.append(seams.files(str(mirror)))
         segments, table = SegmentStore(roots, secret), SegmentTable(control)
         undo.callback(segments.close)
         engine, scratch, pool = seams.engine(), Scratch(), DramPool(memory_bytes)
@@ -150,7 +156,7 @@ class Store:
         writer = SegmentWriter(segments, table, engine, scratch, space, clock, owner, segment_bytes)
         reclaimer = Reclaimer(
             segments, table, space, index, presence, pool, reader, writer, scratch, pins.alive,
-            lambda: 0 if steady.paused else int(steady.now()), lambda: core.touches.apply(),
+            lambda: 0 if steady.paused else int(steady.now()), lambda: _recency_ready(core),
         )  # fmt: skip
         core = Core(
             path=path, identity=identity, read_only=read_only, owner=owner, root_secret=secret, clock=clock,
@@ -186,14 +192,14 @@ class Store:
         identity = KeyspaceIdentity(model, weights, layout, lora, draft)
         space = Keyspace(self._core, self._check, tenant, identity, codec or self._codec, self._admission)
         inspect.register(self._core, space)
-        self._spaces.append(space)
+        self._spaces[space.digest] = space
         return space
 
     def status(self) -> dict[str, Any]:
         """What is stored, what it takes, how the store and its host are. JSON-able; sizes in bytes."""
         self._check()
         answer = inspect.status(self._core)
-        answer["codecs"] = {space.digest.hex(): space.codec.reason for space in self._spaces}
+        answer["codecs"] = {digest.hex(): space.codec.reason for digest, space in self._spaces.items()}
         answer["background"] = {"ready": self._keeper.ready.is_set(), "last_error": self._keeper.last_error}
         return answer
 
@@ -248,6 +254,8 @@ class Store:
 
     def _forked(self) -> None:
         """In the child of a fork: nothing of the parent's store may be touched."""
+        if self._closed is not None:
+            return
         self._closed = f"{self.path} was opened by the parent process; open it again in this one"
         if self._lock is not None:
             self._lock.close()
@@ -323,6 +331,12 @@ def _take_over(control: ControlStore, owner: bytes) -> None:
     control.compare_and_set(STORE_NAMESPACE, b"owner", before, owner)
 
 
+def _recency_ready(core: Core) -> None:
+    """Before choosing what to evict: let the fill end (1 s per million blocks), apply uses that were only noted."""
+    core.filled.wait(_FILL_WAIT_S)
+    core.touches.apply()
+
+
 _open_stores: weakref.WeakSet[Store] = weakref.WeakSet()
 
 
@@ -331,6 +345,13 @@ def _after_fork() -> None:
         store._forked()  # noqa: SLF001 (same module)
 
 
+def _at_exit() -> None:
+    """A process that ends without closing its stores loses nothing it was told is stored."""
+    for store in list(_open_stores):
+        store.close()
+
+
 os.register_at_fork(after_in_child=_after_fork)
+atexit.register(_at_exit)
 
 __all__ = ["Seams", "Store", "open", "rebuild"]
