@@ -62,8 +62,17 @@ LAYERS = [
 ]
 FACADE_LAYER_MIN = 4  # what lies below must not import `perdure` itself, which imports the store
 
-# Modules that nothing in src imports because users do: entry points and public API.
-PUBLIC = ("perdure.cli", "perdure.__main__", "perdure.engines.", "perdure.testing.", "perdure.catalog.memory")
+# Modules that nothing in src imports because users do: entry points, public API, siblings to plug into a seam.
+PUBLIC = (
+    "perdure.cli",
+    "perdure.__main__",
+    "perdure.engines.",
+    "perdure.testing.",
+    "perdure.catalog.memory",
+    "perdure.catalog.faulty",
+    "perdure.io.faulty",
+    "perdure.io.siblings",
+)
 
 # A limit's name ends in its unit; a state, what it is counted per, and a bound or default may follow.
 LIMIT_UNITS = (
