@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from perdure.reports import ReadReport as ReadReport
     from perdure.reports import WriteReport as WriteReport
     from perdure.reports import WriteStatus as WriteStatus
-    from perdure.segments.reader import BlockStatus as BlockStatus
+    from perdure.segments.landing import BlockStatus as BlockStatus
     from perdure.store import Seams as Seams
     from perdure.store import Store as Store
     from perdure.store import open as open  # noqa: A004
@@ -57,7 +57,7 @@ _HOME = {
     "keys": ("KVLayout",),
     "keyspace": ("Advice", "Keyspace"),
     "reports": ("ReadReport", "WriteReport", "WriteStatus"),
-    "segments.reader": ("BlockStatus",),
+    "segments.landing": ("BlockStatus",),
     "store": ("Seams", "Store", "open", "rebuild"),
     "writing": ("AdmissionRequest",),
 }  # fmt: skip

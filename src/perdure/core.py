@@ -6,6 +6,7 @@ went wrong lately). Built by `store.Store`, used by `reading`, `writing`, `keepe
 
 from __future__ import annotations
 
+import contextlib
 import json
 import threading
 from collections import Counter, deque
@@ -82,12 +83,13 @@ class Touches:
             self.apply()
 
     def apply(self) -> None:
-        while True:
-            try:
-                keys, tick = self._calls.popleft()
-            except IndexError:
-                return
-            self._presence.touch(fingerprints(keys), ticks_of(tick, len(keys)))
+        taken: list[tuple[KeyArray, int]] = []
+        with contextlib.suppress(IndexError):
+            while True:
+                taken.append(self._calls.popleft())
+        if taken:
+            prints = fingerprints(np.concatenate([keys for keys, _ in taken]))
+            self._presence.touch(prints, np.concatenate([ticks_of(tick, len(keys)) for keys, tick in taken]))
 
 
 def ticks_of(tick: int, count: int) -> NDArray[np.uint32]:

@@ -22,7 +22,7 @@ from perdure.directory import lock_holder
 from perdure.errors import FormatError, InvalidArgument
 from perdure.keyspace import Keyspace
 from perdure.segments import format as fmt
-from perdure.segments.reader import BlockStatus
+from perdure.segments.landing import BlockStatus
 from perdure.segments.recovery import check_entries, entry_keys
 
 KEYSPACES = "keyspace"

@@ -23,7 +23,7 @@ from perdure.core import Core
 from perdure.errors import CatalogError
 from perdure.keys import key_list
 from perdure.reports import ReadReport
-from perdure.segments.reader import BlockStatus, Plan, Row
+from perdure.segments.landing import BlockStatus, Plan, Row
 
 if TYPE_CHECKING:
     from perdure.keyspace import Keyspace
@@ -155,8 +155,7 @@ def _from_disk(
         )
         core.reader.read(plan)
         report.statuses[chosen] = plan.statuses
-        if not plan.settled.is_set():
-            report._settled = plan.settled  # noqa: SLF001 (the report is ours)
+        report._settled = plan.unsettled() or report._settled  # noqa: SLF001 (the report is ours)
         delivered = int(np.count_nonzero(plan.statuses == _FOUND))
         if delivered:
             core.rates.disk_read.add(delivered * space.layout.block_bytes, time.monotonic() - started)

@@ -9,7 +9,7 @@ from enum import IntEnum
 import numpy as np
 from numpy.typing import NDArray
 
-from perdure.segments.reader import BlockStatus
+from perdure.segments.landing import BlockStatus
 
 
 class WriteStatus(IntEnum):

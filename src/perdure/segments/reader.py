@@ -13,119 +13,33 @@ Contract
 from __future__ import annotations
 
 import errno
-import threading
-from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, field
-from enum import IntEnum
-from typing import Any
-
-import numpy as np
-from numpy.typing import NDArray
 
 from perdure import codecs, limits
 from perdure.buffers import Parts, all_aligned, copy_parts
-from perdure.catalog.api import RECORD
 from perdure.io.api import Engine, IOClass, Request, ShortTransfer
 from perdure.io.memory import Scratch
 from perdure.pool.dram import DramPool, Slot
 from perdure.segments import format as fmt
+from perdure.segments.landing import (
+    CODEC,
+    FOUND,
+    OFFSET,
+    SEGMENT,
+    STORED,
+    Area,
+    Block,
+    BlockStatus,
+    Landing,
+    Piece,
+    Plan,
+    cut,
+)
 from perdure.segments.store import SegmentStore
-
-Row = tuple[Any, ...]
-"""A catalog record as a tuple in RECORD order: ten times cheaper to look at than an element of the array."""
 
 _GONE = {errno.ENOENT, errno.ESTALE}
 _DIRECT_PARTS_MAX = 64  # more, or smaller ones, cost the kernel more than a copy
 _DIRECT_PART_BYTES_MIN = 4 * limits.KIB
-_SEGMENT, _OFFSET, _STORED, _CODEC = map((RECORD.names or ()).index, ("segment", "offset", "stored_bytes", "codec"))
-
-
-class BlockStatus(IntEnum):
-    """What became of one block of a read."""
-
-    FOUND = 0
-    MISSING = 1  # not stored, expired, or its file is gone or cut short
-    CORRUPT = 2  # stored, but what is on the disk does not verify; never delivered
-    DENIED = 3  # policy does not let this caller have it
-    LATE = 4  # not there by the deadline
-
-
-# An attribute of an enum costs as much as a checksum of 4 KiB.
-_FOUND, _LATE = int(BlockStatus.FOUND), int(BlockStatus.LATE)
-
-
-@dataclass(slots=True, eq=False)
-class Plan:
-    """One read and its outcome. All sequences have one entry per block; rows are catalog records as tuples (`Row`)."""
-
-    keys: Sequence[bytes]
-    keyspaces: Sequence[bytes]
-    rows: Sequence[Row]
-    destinations: Sequence[Parts]
-    element_bytes: int
-    deadline: float | None
-    direct: bool = False
-    raw: bool = False  # deliver the stored bytes as they are (copy-forward, verify); destinations have stored_bytes
-    statuses: NDArray[np.uint8] = field(init=False)
-    problems: dict[int, str] = field(init=False)
-    settled: threading.Event = field(init=False)  # set: no request of this plan can touch memory any more
-    _outstanding: int = field(init=False, default=0)
-    _lock: threading.Lock = field(init=False, default_factory=threading.Lock)
-
-    def __post_init__(self) -> None:
-        self.statuses = np.full(len(self.keys), _LATE, np.uint8)
-        self.problems = {}
-        self.settled = threading.Event()
-        self.settled.set()
-
-    def encoded(self, position: int) -> bool:
-        """Whether the stored bytes must be decoded on delivery."""
-        return not self.raw and self.rows[position][_CODEC] != codecs.NONE
-
-    def begin(self) -> None:
-        with self._lock:
-            self._outstanding += 1
-            self.settled.clear()
-
-    def end(self) -> None:
-        with self._lock:
-            self._outstanding -= 1
-            if self._outstanding == 0:
-                self.settled.set()
-
-
-@dataclass(slots=True, eq=False)
-class _Block:
-    """Where one block's record lands. `slot`: memory of the DRAM tier, until it is published or given back."""
-
-    position: int
-    header: memoryview
-    payload: Parts
-    slot: Slot | None
-    in_place: bool  # the payload is the caller's memory
-
-
-class _Landing:
-    """What one request holds on to: file, scratch, slots. Let go when the I/O has settled and no decoder needs it."""
-
-    def __init__(self, plan: Plan, blocks: list[_Block], release: Callable[[], None]):
-        self.blocks, self._plan, self._release = blocks, plan, release
-        self._holds = 1
-        self._lock = threading.Lock()
-        plan.begin()
-
-    def hold(self) -> None:
-        with self._lock:
-            self._holds += 1
-
-    def drop(self) -> None:
-        with self._lock:
-            self._holds -= 1
-            last = self._holds == 0
-        if last:
-            self._release()
-            self._plan.end()
 
 
 class SegmentReader:
@@ -138,7 +52,7 @@ class SegmentReader:
     def read(self, plan: Plan) -> None:
         """Fill `plan.statuses`, and `plan.problems` for what is corrupt or missing on the disk."""
         rows = plan.rows
-        self._pass(plan, sorted(range(len(rows)), key=lambda at: (rows[at][_SEGMENT], rows[at][_OFFSET])), root=None)
+        self._pass(plan, sorted(range(len(rows)), key=lambda at: (rows[at][SEGMENT], rows[at][OFFSET])), root=None)
         for root in range(len(self._segments.roots) - 1, -1, -1):
             again = sorted(plan.problems)
             if again:
@@ -152,11 +66,11 @@ class SegmentReader:
         segment, first, end = b"", 0, 0
         for position in order:
             row = plan.rows[position]
-            size = fmt.record_bytes(row[_STORED])
+            size = fmt.record_bytes(row[STORED])
             joins = (
                 root is None
-                and row[_OFFSET] == end
-                and row[_SEGMENT] == segment
+                and row[OFFSET] == end
+                and row[SEGMENT] == segment
                 and end + size - first <= limits.read_io_bytes_max
                 and 3 * len(run) + 3 <= limits.io_vectors_max
             )
@@ -164,9 +78,9 @@ class SegmentReader:
                 self._request(plan, run, requests, root)
                 run = []
             if not run:
-                segment, first = row[_SEGMENT], row[_OFFSET]
+                segment, first = row[SEGMENT], row[OFFSET]
             run.append(position)
-            end = row[_OFFSET] + size
+            end = row[OFFSET] + size
         if run:
             self._request(plan, run, requests, root)
         decodes: list[Future[None]] = []
@@ -180,7 +94,7 @@ class SegmentReader:
 
     def _request(self, plan: Plan, run: list[int], requests: list[Request], root: int | None) -> None:
         """One vectored read for adjacent records; what does not fit the vector limit or the alignment is staged."""
-        segment, first = plan.rows[run[0]][_SEGMENT], plan.rows[run[0]][_OFFSET]
+        segment, first = plan.rows[run[0]][SEGMENT], plan.rows[run[0]][OFFSET]
         try:
             file = self._segments.acquire(segment) if root is None else self._segments.reopen(segment, root=root)
         except OSError as error:
@@ -189,33 +103,36 @@ class SegmentReader:
             return
         page = limits.page_bytes
         targets = [self._target(plan, position, root) for position in run]
-        sizes = [fmt.record_bytes(plan.rows[position][_STORED]) for position in run]
+        sizes = [fmt.record_bytes(plan.rows[position][STORED]) for position in run]
         scratch = self._scratch.take(
             sum(size if target is None else 2 * page for size, target in zip(sizes, targets, strict=True))
         )
-        own, at, vectors = scratch.view, 0, 0
-        buffers: list[memoryview] = []
-        blocks: list[_Block] = []
+        own, at, scattered = scratch.view, 0, False
+        areas: list[Area] = []
+        blocks: list[Block] = []
         for position, target, size in zip(run, targets, sizes, strict=True):
-            stored = plan.rows[position][_STORED]
+            stored = plan.rows[position][STORED]
             header = own[at : at + page]
+            areas.append(Area(header, 0))
             if target is None:
-                blocks.append(_Block(position, header, [own[at + page : at + page + stored]], None, False))
-                buffers.append(own[at : at + size])
+                blocks.append(Block(position, header, [own[at + page : at + page + stored]], None, False))
+                areas.append(Area(own[at + page : at + size], stored))
                 at += size
                 continue
-            vectors += 1
+            scattered = True
             if isinstance(target, Slot):
-                blocks.append(_Block(position, header, [target.view[:stored]], target, False))
-                buffers += (header, target.view)
+                blocks.append(Block(position, header, [target.view[:stored]], target, False))
+                areas.append(Area(target.view, stored))
             else:
-                blocks.append(_Block(position, header, target, None, True))
-                buffers += (header, *target)
+                blocks.append(Block(position, header, target, None, True))
+                areas += [Area(part, part.nbytes) for part in target]
                 if size - page > stored:
-                    buffers.append(own[at + page : at + size - stored])
+                    areas.append(Area(own[at + page : at + size - stored], 0))
             at += 2 * page
-        if not vectors:  # everything lies back to back in scratch
-            buffers = [own[:at]]
+        if len(run) == 1:
+            pieces = cut(areas)
+        else:
+            pieces = [Piece(0, [area.view for area in areas] if scattered else [own[:at]], [])]
 
         def release() -> None:
             for block in blocks:
@@ -227,13 +144,16 @@ class SegmentReader:
             else:
                 file.close()
 
-        landing = _Landing(plan, blocks, release)
-        requests.append(Request(file, first, buffers, context=landing, settle=landing.drop))
+        landing = Landing(plan, blocks, pieces, release)
+        requests.extend(
+            Request(file, first + piece.offset, piece.buffers, context=(landing, number), settle=landing.drop)
+            for number, piece in enumerate(pieces)
+        )
 
     def _target(self, plan: Plan, position: int, root: int | None) -> Parts | Slot | None:
         """The caller's own parts (direct), a DRAM slot, or None for scratch."""
         row = plan.rows[position]
-        stored = row[_STORED]
+        stored = row[STORED]
         if root is not None or plan.encoded(position) or plan.raw:
             return None
         if not plan.direct:
@@ -244,33 +164,35 @@ class SegmentReader:
 
     # --- what came back
     def _arrived(self, plan: Plan, request: Request, decodes: list[Future[None]]) -> None:
-        landing = request.context
-        assert isinstance(landing, _Landing)
+        assert isinstance(request.context, tuple)
+        landing, number = request.context
+        if not landing.arrived(number, request.error):
+            return
         for block in landing.blocks:
-            if request.error is not None:  # of merged records maybe only one is bad: the second pass looks at each
-                self._failed(plan, block.position, request.error)
+            if landing.error is not None:  # of merged records maybe only one is bad: the second pass looks at each
+                self._failed(plan, block.position, landing.error)
             elif plan.encoded(block.position):
                 landing.hold()
                 decodes.append(self._decoders.submit(self._deliver_and_drop, plan, block, landing))
             else:
-                self._deliver(plan, block)
+                self._deliver(plan, block, landing.tag())
 
-    def _deliver_and_drop(self, plan: Plan, block: _Block, landing: _Landing) -> None:
+    def _deliver_and_drop(self, plan: Plan, block: Block, landing: Landing) -> None:
         try:
-            self._deliver(plan, block)
+            self._deliver(plan, block, landing.tag())
         finally:
             landing.drop()
 
-    def _deliver(self, plan: Plan, block: _Block) -> None:
-        """Verify one block and hand it over."""
+    def _deliver(self, plan: Plan, block: Block, tag: bytes | None) -> None:
+        """Verify one block and hand it over. `tag`: its payload's checksum, if it was computed on the way."""
         position = block.position
         row = plan.rows[position]
         problem = fmt.header_problem(
             block.header,
             fmt.expected_identity(plan.keyspaces[position], plan.keys[position], row),
-            self._segments.secret(row[_SEGMENT]),
+            self._segments.secret(row[SEGMENT]),
         )
-        if problem is None and fmt.payload_tag(block.payload) != fmt.header_tag(block.header):
+        if problem is None and (tag or fmt.payload_tag(block.payload)) != fmt.header_tag(block.header):
             problem = "payload checksum does not match"
         if problem is not None:
             plan.problems[position] = problem
@@ -279,7 +201,7 @@ class SegmentReader:
         destination = plan.destinations[position]
         if plan.encoded(position):
             try:
-                codecs.decode(row[_CODEC], block.payload[0], destination, plan.element_bytes)
+                codecs.decode(row[CODEC], block.payload[0], destination, plan.element_bytes)
             except codecs.CodecError as error:
                 plan.problems[position] = f"payload does not decode: {error}"
                 plan.statuses[position] = BlockStatus.CORRUPT
@@ -292,7 +214,7 @@ class SegmentReader:
             block.slot = None
         if plan.problems:
             plan.problems.pop(position, None)
-        plan.statuses[position] = _FOUND
+        plan.statuses[position] = FOUND
 
     def _keep_decoded(self, plan: Plan, position: int) -> None:
         """The DRAM tier holds blocks as the engine wants them, decoded once."""

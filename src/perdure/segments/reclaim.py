@@ -25,7 +25,8 @@ from perdure.io.memory import Scratch
 from perdure.pool.dram import DramPool
 from perdure.presence import PresenceIndex
 from perdure.segments.format import record_bytes_array
-from perdure.segments.reader import BlockStatus, Plan, SegmentReader
+from perdure.segments.landing import BlockStatus, Plan
+from perdure.segments.reader import SegmentReader
 from perdure.segments.recovery import entry_keys
 from perdure.segments.space import SpaceBudget
 from perdure.segments.store import SegmentStore

@@ -22,7 +22,8 @@ from perdure.errors import FormatError
 from perdure.io.api import Engine, IOClass, Request
 from perdure.io.memory import Scratch
 from perdure.segments import format as fmt
-from perdure.segments.reader import BlockStatus, Plan, SegmentReader
+from perdure.segments.landing import BlockStatus, Plan
+from perdure.segments.reader import SegmentReader
 from perdure.segments.store import SegmentStore
 from perdure.segments.table import SegmentTable
 
