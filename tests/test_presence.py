@@ -101,6 +101,8 @@ def check_answers(index: PresenceIndex, model: Model, asked: list[int]) -> None:
     for now in (0, 2, 3):
         alive = [k in model and (model[k][2] == 0 or model[k][2] > now) for k in mapped]
         assert index.prefix(fp, now) == [*alive, False].index(False)
+        assert index.visible(fp, now).tolist() == alive
+    assert index.recency_of(fp).tolist() == [model[k][1] if k in model else 0 for k in mapped]
     columns = index.columns()
     got = zip(*(c.tolist() for c in columns), strict=True)
     assert {f: rest for f, *rest in got} == {k: list(entry) for k, entry in model.items()}
