@@ -31,7 +31,8 @@ from perdure.io.api import Engine, IOClass, IOState, Request, ShortTransfer
 from perdure.io.engine import Batch, Done, Hooks, ThreadEngine, check_requests, settle_late
 from perdure.io.gate import DeviceGate
 
-_REROUTED: Final = (errno.EAGAIN, errno.EINVAL, errno.EOPNOTSUPP, errno.EINTR)  # threads succeed, or know the error
+# Threads succeed with these, or know the error: would block, misaligned after all, no RWF_NOWAIT, a signal.
+_REROUTED: Final = (errno.EAGAIN, errno.EINVAL, errno.EFAULT, errno.EOPNOTSUPP, errno.EINTR)
 _REAP_S: Final = (0.001, 0.05)  # how often the reaper looks: first, and at most
 
 
@@ -270,10 +271,17 @@ class _Reaper:
 class AioEngine:
     """`Engine` that reads O_DIRECT files by native AIO and leaves everything else to `fallback`, which shares its gate.
 
-    Create one per store; raises nothing if AIO is unavailable (then all goes to the fallback).
+    Create one per store; raises nothing if AIO is unavailable (then all goes to the fallback). `new_context` is a seam
+    for tests of what the kernel seldom does.
     """
 
-    def __init__(self, gate: DeviceGate | None = None, fallback: ThreadEngine | None = None) -> None:
+    def __init__(
+        self,
+        gate: DeviceGate | None = None,
+        fallback: ThreadEngine | None = None,
+        *,
+        new_context: Callable[[], AioContext] = AioContext,
+    ) -> None:
         if gate is None:
             gate = fallback.gate if fallback is not None else DeviceGate()
         self.gate = gate
@@ -281,6 +289,7 @@ class AioEngine:
         if self.fallback.gate is not gate:
             raise InvalidArgument("AioEngine: the fallback must share the gate, or the in-flight cap would not hold")
         self.reaper = _Reaper(self)
+        self._new_context = new_context
         self._contexts: deque[AioContext] = deque()
         self._refused: frozenset[int] = frozenset()  # devices without RWF_NOWAIT
         self._closed = False
@@ -409,7 +418,7 @@ class AioEngine:
         if not available():
             return None
         try:
-            return AioContext()
+            return self._new_context()
         except OSError:  # EAGAIN: fs.aio-max-nr is used up
             return None
 

@@ -26,6 +26,7 @@ from perdure.io.api import Buffer, IOClass, IOState, Request, ShortTransfer
 from perdure.io.gate import DeviceGate, Ticket, remaining_s
 
 _RETRY_S = 0.001  # EAGAIN from a file that should block: rare, but must not spin
+_CLOSE_S = 0.1
 
 Done = Callable[[Request], None]
 
@@ -163,7 +164,7 @@ class ThreadEngine:
     def __init__(self, gate: DeviceGate | None = None, threads: int = limits.io_threads_max) -> None:
         self.gate = gate if gate is not None else DeviceGate()
         self._threads_max = threads
-        self._threads = 0
+        self._workers: set[threading.Thread] = set()
         self._idle = 0  # threads that wait and were not yet woken
         self._ready: tuple[OrderedDict[_Job, None], ...] = tuple(OrderedDict() for _ in IOClass)
         self._wake = threading.Condition(threading.Lock())
@@ -195,7 +196,7 @@ class ThreadEngine:
         if self._closed or self._pid != os.getpid():
             raise StoreClosed("the I/O engine was closed, or belongs to the process that forked this one")
         with self._wake:
-            if not self._threads:  # here, where a failure to start one can still be raised
+            if not self._workers:  # here, where a failure to start one can still be raised
                 self._start_thread()
         batch = Batch(deadline, done, len(requests))
         batch.jobs = [_Job(self, batch, request, io_class) for request in requests]
@@ -229,11 +230,16 @@ class ThreadEngine:
         return self._unsettled
 
     def close(self) -> None:
-        """No new batches. Idle threads end; a thread in a hung transfer is left behind (it is a daemon)."""
+        """No new batches. Waits briefly for the threads to end; one in a hung transfer is left behind (a daemon)."""
         with self._wake:
             self._closed = True
             self._wake.notify_all()
             self._idle = 0
+            workers = list(self._workers)
+        give_up = time.monotonic() + _CLOSE_S
+        for thread in workers:
+            if thread is not threading.current_thread() and self._pid == os.getpid():
+                thread.join(max(give_up - time.monotonic(), 0.0))
 
     def make_ready(self, job: _Job) -> bool:
         """The gate's answer to a job: hand it to a thread. False if its batch expired meanwhile."""
@@ -244,14 +250,15 @@ class ThreadEngine:
             if self._idle:
                 self._idle -= 1
                 self._wake.notify()
-            elif self._threads < self._threads_max:
+            elif len(self._workers) < self._threads_max:
                 with contextlib.suppress(RuntimeError):  # no more threads to be had: those that run get to it
                     self._start_thread()
         return True
 
     def _start_thread(self) -> None:
-        threading.Thread(target=self._work, name="perdure-io", daemon=True).start()
-        self._threads += 1
+        thread = threading.Thread(target=self._work, name="perdure-io", daemon=True)
+        thread.start()
+        self._workers.add(thread)
 
     def _next(self) -> _Job | None:
         with self._wake:
@@ -260,7 +267,7 @@ class ThreadEngine:
                     if queue:
                         return queue.popitem(last=False)[0]
                 if self._closed:
-                    self._threads -= 1
+                    self._workers.discard(threading.current_thread())
                     return None
                 self._idle += 1
                 self._wake.wait()

@@ -37,10 +37,18 @@ _O_DIRECT: Final = getattr(os, "O_DIRECT", 0)
 _SECTOR_BYTES: Final = 512
 _UNSUPPORTED: Final = (errno.EOPNOTSUPP, errno.ENOSYS)
 _NO_HARD_LINKS: Final = (errno.EXDEV, errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK)
+_MISALIGNED: Final = (errno.EINVAL, errno.EFAULT)  # Linux 6.18 answers EFAULT to vectors smaller than a sector
 _FILE_MODE: Final = 0o600  # what models remember of conversations is nobody else's
 _DIRECTORY_MODE: Final = 0o700
 
 _libc = ctypes.CDLL(None, use_errno=True)
+
+
+def checked_path(path: str) -> str:
+    """The path itself, if it stays below the root it is relative to; else InvalidArgument."""
+    if "\0" in path or any(part in ("", ".", "..") for part in path.split("/")):
+        raise InvalidArgument(f"{path!r}: paths are relative to the root, without '.', '..' or empty components")
+    return path
 
 
 def _fallocate(fd: int, offset: int, length: int) -> None:
@@ -97,7 +105,7 @@ class PosixFile:
         try:
             return os.preadv(self._fd, buffers, offset)
         except OSError as error:
-            if error.errno != errno.EINVAL or not self._misaligned(buffers, offset):
+            if error.errno not in _MISALIGNED or not self._misaligned(buffers, offset):
                 raise
         return self._read_through_scratch(buffers, offset)
 
@@ -105,7 +113,7 @@ class PosixFile:
         try:
             return os.pwritev(self._fd, buffers, offset)
         except OSError as error:
-            if error.errno != errno.EINVAL or not self._misaligned(buffers, offset):
+            if error.errno not in _MISALIGNED or not self._misaligned(buffers, offset):
                 raise
         nbytes = sum(piece.nbytes for piece in buffers)
         if (offset | nbytes) & (self.memory_alignment - 1):
@@ -277,10 +285,7 @@ class PosixFiles:
     def _resolve(self, path: str, *, directory: bool = False) -> str:
         if directory and path in ("", "."):
             return self.root
-        parts = path.split("/")
-        if "\0" in path or any(part in ("", ".", "..") for part in parts):
-            raise InvalidArgument(f"{path!r}: paths are relative to the root, without '.', '..' or empty components")
-        return f"{self.root}/{path}"
+        return f"{self.root}/{checked_path(path)}"
 
     def _open(self, full: str, flags: int) -> int:
         return self._opener(full, flags | os.O_CLOEXEC | os.O_NOFOLLOW, _FILE_MODE)
@@ -353,7 +358,7 @@ class PosixFiles:
             except OSError:
                 return True, page
             return True, _SECTOR_BYTES
-        except OSError as error:  # O_DIRECT was taken at open and refused for the best-aligned transfer
-            return error.errno != errno.EINVAL, page
+        except OSError as error:  # if the disk is not just full: O_DIRECT was taken at open and refused afterwards
+            return error.errno in (errno.ENOSPC, errno.EDQUOT), page
         finally:
             os.close(fd)

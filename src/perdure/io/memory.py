@@ -4,8 +4,9 @@ Contract
 - Buffers are private anonymous mappings: page-aligned, zeroed when new, freed when the last reference goes.
 - `Scratch` is thread-safe and bounds the bytes it keeps idle; the bytes that are taken are bounded by its users.
 - A scratch buffer holds bytes of its earlier user (that is what makes it cheap): users write before they read.
-- Never: a buffer handed out twice. A lease whose view still has an exporter (a numpy array of it) when it is given back
-  is dropped instead of reused; plain slices of the view are not noticed and must not outlive the lease.
+- Never: a buffer handed out twice. A view that other code works on at the moment of `give_back` (an export is open: a
+  hash, a decompressor, ctypes) is dropped instead of reused. Slices and arrays of the view are not noticed: they must
+  not be used after it.
 """
 
 from __future__ import annotations
@@ -68,7 +69,7 @@ class ScratchLease:
             return
         try:
             self.view.release()
-        except BufferError:  # someone holds an export of the view: the memory is theirs now
+        except BufferError:  # an export of the view is open: the memory is theirs now
             self._owner.take_back(None)
             return
         self._owner.take_back(buffer)
