@@ -20,7 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from perdure.catalog.api import BlockIndex, Durability, SegmentRecord, SegmentState, fingerprints
-from perdure.errors import CatalogError, FormatError
+from perdure.errors import CatalogError
 from perdure.io.memory import Scratch
 from perdure.pool.dram import DramPool
 from perdure.presence import PresenceIndex
@@ -59,14 +59,16 @@ class Reclaimer:
         reader: SegmentReader,
         writer: SegmentWriter,
         scratch: Scratch,
+        entries: Callable[[bytes], NDArray[np.void]],
         pinned: Callable[[], NDArray[np.uint64]],
         now_s: Callable[[], int],
         before: Callable[[], None],
     ):
-        """`before` is called before recency is looked at (it applies uses that were only noted)."""
+        """`entries`: what a segment holds. `before` is called before recency is looked at (it applies uses that were
+        only noted)."""
         self._segments, self._table, self._space, self._index = segments, table, space, index
         self._presence, self._pool, self._reader, self._writer = presence, pool, reader, writer
-        self._scratch, self._pinned, self._now_s = scratch, pinned, now_s
+        self._scratch, self._entries, self._pinned, self._now_s = scratch, entries, pinned, now_s
         self._before = before
         self._lock = threading.Lock()
         self.counters = ReclaimCounters()
@@ -144,10 +146,7 @@ class Reclaimer:
     def _drop(self, victim: SegmentRecord, hotter_than: int | None) -> bool:
         """Copy what is kept, remove the rest, delete the file. `hotter_than` None: keep only what is pinned."""
         try:
-            entries = self._segments.read_index(victim.segment).entries
-        except (OSError, FormatError):
-            return False  # rebuild or recovery has to look at this one
-        try:
+            entries = self._entries(victim.segment)  # none if a process died after it had deleted the file
             if victim.state is not SegmentState.DRAINING:
                 self._table.drain(victim)
             if not self._keep(victim, entries, hotter_than):
@@ -162,7 +161,7 @@ class Reclaimer:
             self._table.delete(victim.segment)
         except (OSError, CatalogError):
             return False
-        self._space.give(victim.allocated_bytes)
+        self._space.settle(victim.segment, 0)
         self.counters.segments_dropped += 1
         self.counters.blocks_evicted += int(removed.sum())
         return True

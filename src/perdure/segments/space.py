@@ -1,7 +1,8 @@
 """Real accounting of what segments occupy, checked before anything is written.
 
-Contract: `used` is the sum of what all segment files occupy or may come to occupy; it never exceeds `capacity`. A part
-is kept back for copy-forward, so that a full store can still make room.
+Contract: `used` is the sum of what all segment files occupy or may come to occupy, kept per segment, so that a step
+that is repeated or fails half-way cannot count anything twice. Nothing is taken beyond `capacity`; a part of it is kept
+back for copy-forward, so that a full store can still make room.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ class SpaceBudget:
     def __init__(self, capacity: int, kept_back: int):
         self.capacity, self.kept_back = capacity, kept_back
         self._used = 0
+        self._of: dict[bytes, int] = {}
         self._unsealed: set[bytes] = set()
         self._lock = threading.Lock()
 
@@ -31,25 +33,25 @@ class SpaceBudget:
     def used(self) -> int:
         return self._used
 
-    def take(self, nbytes: int, *, reserve: bool = False) -> None:
-        """Raises NoSpace and takes nothing if it does not fit. `reserve`: copy-forward may use what is kept back."""
+    def take(self, segment: bytes, nbytes: int, *, reserve: bool = False) -> None:
+        """`nbytes` more for a segment. Raises NoSpace and takes nothing if it does not fit. `reserve`: copy-forward may
+        use what is kept back."""
         limit = self.capacity if reserve else self.capacity - self.kept_back
         with self._lock:
             if self._used + nbytes > limit:
                 raise NoSpace(nbytes, self._used, limit)
             self._used += nbytes
+            self._of[segment] = self._of.get(segment, 0) + nbytes
 
-    def give(self, nbytes: int) -> None:
+    def settle(self, segment: bytes, nbytes: int) -> None:
+        """What a segment really occupies, whatever was taken for it and whatever the capacity says; 0: it is gone."""
         with self._lock:
-            self._used -= nbytes
-
-    def adopt(self, nbytes: int) -> None:
-        """Count what is already on the disk, whatever the capacity says."""
-        with self._lock:
-            self._used += nbytes
+            self._used += nbytes - self._of.pop(segment, 0)
+            if nbytes:
+                self._of[segment] = nbytes
 
     def note_unsealed(self, segment: bytes) -> None:
-        """A seal failed (disk error): the segment stays as it is and the next recovery indexes it."""
+        """A seal or removal failed (disk or catalog error): the segment stays as it is, `keeper` tries again."""
         with self._lock:
             self._unsealed.add(segment)
 

@@ -12,6 +12,7 @@ Contract
 
 from __future__ import annotations
 
+import errno
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -23,6 +24,7 @@ from perdure import limits
 from perdure.buffers import Parts, all_aligned, copy_parts
 from perdure.catalog.api import RECORD, Durability, KeyArray, RecordArray, SegmentRecord, SegmentState
 from perdure.clock import Clock
+from perdure.errors import CatalogError
 from perdure.io.api import Engine, File, IOClass, IOState, Request
 from perdure.io.memory import Scratch
 from perdure.segments import format as fmt
@@ -163,22 +165,29 @@ class SegmentWriter:
         want = min(max(2 * have, current.tail + need), current.limit_bytes)
         if current.tail + need > want:
             return False
-        self._space.take(want - have, reserve=reserve)
+        with self._lock:  # a user like an append: it must not be sealed meanwhile
+            if current.retired:
+                return False
+            current.users += 1
         try:
-            for file in current.files:
-                file.allocate(have, want - have)
-        except OSError:
-            self._space.give(want - have)
-            raise
-        with self._lock:
-            current.allocated_bytes = want
+            self._space.take(current.segment, want - have, reserve=reserve)
+            try:
+                for file in current.files:
+                    file.allocate(have, want - have)
+            except OSError:
+                self._space.settle(current.segment, have)
+                raise
+            with self._lock:
+                current.allocated_bytes = want
+        finally:
+            self.finish(current)
         return True
 
     def _create(self, kind: SegmentClass, need: int, reserve: bool) -> None:
         tenant, durability, retention = kind
         first = min(max(self.segment_bytes // 16, need, limits.segment_bytes_min), max(self.segment_bytes, need))
-        self._space.take(first, reserve=reserve)
         segment = fmt.new_segment_id()
+        self._space.take(segment, first, reserve=reserve)
         now, boot_id = int(self._clock.wall()), self._clock.boot_id()
         roots = len(self._segments.roots) if durability == Durability.RETAINED else 1
         record = SegmentRecord(
@@ -191,11 +200,9 @@ class SegmentWriter:
             for file in files:
                 file.allocate(0, first)
         except BaseException:
-            self._space.give(first)
             for file in files:
                 file.close()
-            self._segments.delete(segment)
-            self._table.delete(segment)
+            self._remove(segment)
             raise
         limit = max(self.segment_bytes, need)
         opened = OpenSegment(segment, kind, files, limit, now, boot_id, self._clock.monotonic(), first)
@@ -205,11 +212,21 @@ class SegmentWriter:
         for one in crowd:
             self.retire(one)
 
+    def _remove(self, segment: bytes) -> None:
+        """Delete a segment nothing was published in. What fails on the way is tried again by `keeper`."""
+        try:
+            self._segments.delete(segment)
+            self._table.delete(segment)
+        except (OSError, CatalogError):
+            self._space.note_unsealed(segment)
+        else:
+            self._space.settle(segment, 0)
+
     # --- append
     def append(self, batch: Batch, *, deadline: float | None, reserve: bool = False) -> Appended:
         """Write a batch to open segments. Every segment in the result must be given to `finish` once.
 
-        Raises NoSpace or OSError only if nothing could be written; a later failure is reported per block.
+        Raises NoSpace, OSError or CatalogError only if nothing could be written; a later failure is reported per block.
         """
         count = len(batch.keys)
         stored = np.fromiter((sum(p.nbytes for p in parts) for parts in batch.payloads), np.uint32, count)
@@ -224,6 +241,11 @@ class SegmentWriter:
                 if at == 0:
                     raise
                 result.errors |= dict.fromkeys(range(at, count), error)
+                break
+            except CatalogError as problem:
+                if at == 0:
+                    raise
+                result.errors |= dict.fromkeys(range(at, count), OSError(errno.EIO, str(problem)))
                 break
             with self._lock:  # another thread may have appended since
                 offset = opened.tail
@@ -382,18 +404,18 @@ class SegmentWriter:
         self._seal(opened)
 
     def _seal(self, opened: OpenSegment) -> None:
-        """Index object, then the control record. A failure leaves an unsealed segment, which recovery takes care of."""
+        """Index object, then the control record. A failure leaves an unsealed segment, which `keeper` takes care of."""
         segment, (tenant, durability, retention) = opened.segment, opened.kind
         entries = np.concatenate(opened.entries) if opened.entries else np.zeros(0, fmt.INDEX_ENTRY)
         with self._lock:
             if self._open.get(opened.kind) is opened:
                 del self._open[opened.kind]
+        if not len(entries):
+            for file in opened.files:
+                file.close()
+            self._remove(segment)
+            return
         try:
-            if not len(entries):
-                self._segments.delete(segment)
-                self._table.delete(segment)
-                self._space.give(opened.allocated_bytes)
-                return
             for file in opened.files:
                 file.truncate(opened.tail)
                 file.datasync()
@@ -407,8 +429,8 @@ class SegmentWriter:
                     opened.created_s, opened.tail, opened.tail, len(entries), expires_s,
                 )
             )  # fmt: skip
-            self._space.give(opened.allocated_bytes - opened.tail)
-        except OSError:
+            self._space.settle(segment, opened.tail)
+        except (OSError, CatalogError):
             self._space.note_unsealed(segment)
         finally:
             for file in opened.files:
