@@ -21,6 +21,7 @@ from numpy.typing import NDArray
 
 from perdure import limits
 from perdure.catalog.api import (
+    RECORD,
     BlockIndex,
     ControlStore,
     KeyArray,
@@ -49,6 +50,8 @@ from perdure.segments.writer import SegmentWriter
 _INCIDENTS_MAX = 1024
 _INCIDENT = "incident"
 _BLOCKS_PER_TICK = 64
+STORE_NAMESPACE = "store"
+INDEX_LOST_KEY = b"index lost"
 
 
 class Counters:
@@ -165,6 +168,40 @@ class Pins:
         return len(self._pins)
 
 
+class Unreadable:
+    """Blocks that the disk would not give (an I/O error, twice): nothing is known about their bytes, so their records
+    stay, and are found again by whoever opens the store on a mended disk. Meanwhile they count as missing, and give way
+    to a new copy. Thread-safe."""
+
+    def __init__(self) -> None:
+        self._records: dict[bytes, bytes] = {}
+        self._lock = threading.Lock()
+
+    def add(self, key: bytes, record: bytes) -> None:
+        with self._lock:
+            self._records[key] = record
+
+    def among(self, keys: KeyArray) -> NDArray[np.bool_]:
+        with self._lock:
+            return np.fromiter((key.tobytes() in self._records for key in keys), bool, len(keys))
+
+    def give_way(self, keys: KeyArray, index: BlockIndex) -> None:
+        """Remove the unreadable records of `keys`, where they are unchanged, just before new copies are published."""
+        chosen = np.flatnonzero(self.among(keys))
+        if not len(chosen):
+            return
+        names = [keys[place].tobytes() for place in chosen]
+        with self._lock:
+            raw = b"".join(self._records[name] for name in names)
+        index.remove(keys[chosen], np.frombuffer(raw, RECORD))
+        with self._lock:
+            for name in names:
+                self._records.pop(name, None)
+
+    def __bool__(self) -> bool:
+        return bool(self._records)
+
+
 @dataclass(slots=True, eq=False)
 class Core:
     path: Path
@@ -195,6 +232,7 @@ class Core:
     workers: ThreadPoolExecutor  # CPU work (codecs)
     calls: ThreadPoolExecutor  # submit_read, submit_write
     counters: Counters = field(default_factory=Counters)
+    unreadable: Unreadable = field(default_factory=Unreadable)
     pending: Pending = field(init=False)
     touches: Touches = field(init=False)
     filled: threading.Event = field(default_factory=threading.Event)  # the presence index knows what the catalog knows
@@ -222,17 +260,25 @@ class Core:
         return (seconds / limits.recency_tick_s).astype(np.uint32)
 
     def space_of(self, record: SegmentRecord) -> int:
-        """What a segment file occupies: its record, or its size where its writer died."""
+        """What a segment file occupies: its record, or its size where its writer died (its record, if that fails)."""
         if record.state is not SegmentState.OPEN:
             return record.allocated_bytes
         try:
             file = self.segments.reopen(record.segment)
-        except OSError:
+        except FileNotFoundError:
             return 0
+        except OSError:
+            return record.allocated_bytes
         try:
             return file.size()
         finally:
             file.close()
+
+    def index_found(self) -> None:
+        """The block index has been rebuilt completely."""
+        mark = self.control.get(STORE_NAMESPACE, INDEX_LOST_KEY)
+        self.control.compare_and_set(STORE_NAMESPACE, INDEX_LOST_KEY, mark, None)
+        self.index_lost = False
 
     def locate(self, keys: KeyArray) -> tuple[NDArray[np.bool_], RecordArray]:
         """Present mask and records, publishes that are still on their way to the catalog included."""
@@ -256,6 +302,7 @@ class Pending:
         self._publications: list[object] = []
         self._lock = threading.Lock()
         self._something = threading.Event()
+        self.committing = threading.Lock()
 
     def add(self, publication: object, keys: list[bytes], records: RecordArray) -> None:
         with self._lock:
@@ -276,6 +323,12 @@ class Pending:
             self._something.clear()
             taken, self._publications = self._publications, []
             return taken
+
+    def put_back(self, publication: object) -> None:
+        """A commit failed: one more try the next time."""
+        with self._lock:
+            self._publications.insert(0, publication)
+        self._something.set()
 
     def remove(self, keys: list[bytes]) -> None:
         with self._lock:

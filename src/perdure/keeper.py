@@ -1,9 +1,13 @@
-"""The store's background thread: fills the presence index, indexes what a dead writer left, and keeps house.
+"""The store's background threads: one opens up (rebuilds a lost index, indexes what a dead writer left, fills the
+presence index), one keeps house.
 
 Contract
-- Serving never waits for it: until it is through, negative answers fall through to the catalog.
+- Serving never waits for them: until the store is opened up, negative answers fall through to the catalog.
 - Every task may fail and is tried again later; a failure is counted and shown by `status`, never raised at a caller.
-- Ephemeral publishes are committed at most `limits.ephemeral_publish_delay_s` after they were made.
+- Ephemeral publishes are committed at most `limits.ephemeral_publish_delay_s` after they were made, also while the
+  store is being opened up.
+- Which records of a dead writer's segment count is asked of a complete index only: while a lost one is being rebuilt,
+  or could not be, those segments are left alone.
 """
 
 from __future__ import annotations
@@ -17,12 +21,11 @@ import numpy as np
 
 from perdure import limits
 from perdure.catalog.api import SegmentRecord, SegmentState, fingerprints
-from perdure.core import Core
+from perdure.core import STORE_NAMESPACE, Core
 from perdure.errors import PerdureError
 from perdure.writing import flush_pending
 
 _SCAN_KEYS = 8192
-STORE_NAMESPACE = "store"
 CLOCK_KEY = b"clock"
 
 
@@ -32,25 +35,40 @@ class Keeper:
         self._stop = threading.Event()
         self.ready = threading.Event()  # presence filled, dead writers' segments indexed, index rebuilt
         self.last_error: str | None = None
+        self.rebuild_error: str | None = None  # why the last attempt to rebuild a lost index is incomplete
         self.progress: tuple[int, int] = (0, 0)  # segments of a rebuild: done, all
         self._recency_tick = core.tick()
-        self._thread = threading.Thread(target=self._run, name="perdure-keeper", daemon=True)
+        self._threads = [
+            threading.Thread(target=self._open_up, name="perdure-open", daemon=True),
+            threading.Thread(target=self._run, name="perdure-keeper", daemon=True),
+        ]
 
     def start(self) -> None:
-        self._thread.start()
+        for thread in self._threads:
+            thread.start()
 
     def stop(self) -> None:
-        """Ends the thread after the step it is in; what is pending is the caller's to flush."""
+        """Ends the threads after the step they are in; what is pending is the caller's to flush."""
         self._stop.set()
         self._core.pending.wake()
-        self._thread.join()
+        for thread in self._threads:
+            thread.join()
+
+    def _open_up(self) -> None:
+        wait_s = limits.background_retry_s
+        while not self._stop.is_set():
+            complete = self._guarded(self.rebuild_index)
+            self.rebuild_error = None if complete else self.last_error
+            complete = complete and self._guarded(self.recover)
+            complete = self._guarded(self.fill_presence) and complete
+            if complete:
+                if not self._stop.is_set():
+                    self.ready.set()
+                return
+            self._stop.wait(wait_s)
+            wait_s = min(2 * wait_s, limits.recency_flush_s)
 
     def _run(self) -> None:
-        for task in (self.rebuild_index, self.recover, self.fill_presence):
-            self._guarded(task)
-            if self._stop.is_set():
-                return
-        self.ready.set()
         chores_at = time.monotonic() + limits.recency_flush_s
         while not self._stop.is_set():
             if self._core.pending.wait(1.0):
@@ -58,14 +76,16 @@ class Keeper:
                 self._guarded(lambda: flush_pending(self._core))
             if time.monotonic() >= chores_at:
                 chores_at = time.monotonic() + limits.recency_flush_s
-                self._guarded(self.chores)
+                self.chores()
 
-    def _guarded(self, task: Callable[[], None]) -> None:
+    def _guarded(self, task: Callable[[], None]) -> bool:
         try:
             task()
         except (PerdureError, OSError) as error:
             self.last_error = f"{getattr(task, '__name__', 'task')}: {error}"
             self._core.counters.add(keeper_errors=1)
+            return False
+        return True
 
     # --- after opening
     def rebuild_index(self) -> None:
@@ -78,32 +98,56 @@ class Keeper:
             self.progress = (done, total)
 
         def left_out(record: SegmentRecord) -> bool:
-            """Draining segments must not come back, and what this process is writing is published by itself."""
-            mine = record.state is SegmentState.OPEN and record.owner == core.owner
-            return mine or record.state is SegmentState.DRAINING
+            """What this process is writing is published by itself."""
+            return record.state is SegmentState.OPEN and record.owner == core.owner
 
-        for keys, records in core.recovery.entries_of_all(left_out, note):
+        for segment, keys, records in core.recovery.entries_of_all(left_out, note):
             order = np.argsort(keys.view("S32").ravel(), kind="stable")
             core.index.load(iter([(keys[order], records[order])]))
+            if core.table.get(segment.segment) is None:  # dropped meanwhile, with what the index knew of it then
+                core.index.remove(keys, records)
             if self._stop.is_set():
                 return
-        core.index_lost = False
+        core.index_found()
 
     def recover(self) -> None:
-        """Index the open segments of writers that died."""
+        """Index the open segments of writers that died, and remove what they left half-made or half-deleted."""
         core = self._core
+        core.recovery.remove_temporaries(core.owner)
         for record in core.table.all():
-            if record.state is SegmentState.OPEN and record.owner != core.owner:
-                self._index_segment(record)
-            if self._stop.is_set():
-                return
+            abandoned = record.state is SegmentState.OPEN and record.owner != core.owner
+            if abandoned or record.state is SegmentState.DRAINING:
+                core.space.note_unsealed(record.segment)
+        self.settle_unsealed()
 
-    def _index_segment(self, record: SegmentRecord) -> None:
+    def settle_unsealed(self) -> None:
+        """Index or remove segments that are neither sealed nor gone: who was at it died, or disk or catalog failed."""
         core = self._core
-        before = core.space_of(record)
-        new = core.recovery.index_open_segment(record, core.index, adopt_all=False)
-        core.space.give(before - (new.allocated_bytes if new is not None else 0))
-        core.counters.add(segments_recovered=1)
+        if core.index_lost:
+            return
+        problem: Exception | None = None
+        for segment in core.space.take_unsealed():
+            try:
+                if not self._stop.is_set():
+                    self._settle(segment)
+                    continue
+            except (PerdureError, OSError) as error:
+                problem = error
+            core.space.note_unsealed(segment)
+        if problem is not None:
+            raise problem
+
+    def _settle(self, segment: bytes) -> None:
+        core = self._core
+        record = core.table.get(segment)
+        if record is None or (record.state is SegmentState.DRAINING and core.recovery.is_gone(segment)):
+            core.segments.delete(segment)
+            core.table.delete(segment)
+            core.space.settle(segment, 0)
+        elif record.state is SegmentState.OPEN:
+            new = core.recovery.index_open_segment(record, core.index)
+            core.space.settle(segment, new.allocated_bytes if new is not None else 0)
+            core.counters.add(segments_recovered=1)
 
     def fill_presence(self) -> None:
         """Read the whole catalog once, in key order, with the recency that was kept."""
@@ -138,16 +182,16 @@ class Keeper:
 
     # --- from time to time
     def chores(self) -> None:
-        core = self._core
-        self.save_recency()
-        core.pins.expire()
-        core.writer.seal_idle(core.clock.monotonic() - limits.segment_idle_seal_s)
-        for segment in core.space.take_unsealed():
-            record = core.table.get(segment)
-            if record is not None and record.state is SegmentState.OPEN:
-                self._index_segment(record)
-        if not core.steady.paused:
-            core.reclaimer.sweep()
+        for task in (self.save_recency, self._core.pins.expire, self.seal_idle, self.settle_unsealed, self.sweep):
+            self._guarded(task)
+
+    def seal_idle(self) -> None:
+        self._core.writer.seal_idle(self._core.clock.monotonic() - limits.segment_idle_seal_s)
+
+    def sweep(self) -> None:
+        """Not before the presence index is filled: the fill would bring back what is dropped here."""
+        if self._core.filled.is_set() and not self._core.steady.paused:
+            self._core.reclaimer.sweep()
 
     def save_recency(self) -> None:
         """Recency of blocks used since the last time, and the clock's last reading."""

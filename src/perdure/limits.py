@@ -48,6 +48,7 @@ lookup_gallop_first_blocks: Final = 16
 lookup_gallop_factor: Final = 4
 ephemeral_publish_delay_s: Final = 0.1
 recency_flush_s: Final = 60.0
+background_retry_s: Final = 1.0  # then twice as long each time, up to recency_flush_s
 recency_tick_s: Final = 0.05  # resolution of recency in memory; on disk it is kept to the minute
 index_load_txn_records_max: Final = 50_000
 index_load_sort_records_max: Final = 1_000_000  # sorted together in memory: 100 MB, but a third of the time and file

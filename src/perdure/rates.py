@@ -5,7 +5,6 @@ A rate is bytes per second of whole calls, smoothed over the last ones; nothing 
 
 from __future__ import annotations
 
-import contextlib
 import threading
 import time
 from dataclasses import dataclass
@@ -15,7 +14,7 @@ from perdure.io.api import Engine, Files, IOClass, Request
 from perdure.io.memory import Scratch
 
 _SMOOTHING = 0.2
-_PROBE_PATH = "probe.tmp"
+PROBE_PATH = "probe.tmp"
 _PROBE_BYTES = 16 * limits.MIB
 _PROBE_IO_BYTES = 2 * limits.MIB
 
@@ -54,9 +53,7 @@ class Rates:
 
 
 def _probe(files: Files, engine: Engine, scratch: Scratch) -> float:
-    with contextlib.suppress(FileNotFoundError):
-        files.unlink(_PROBE_PATH)  # left by a process that was killed while probing
-    file = files.create(_PROBE_PATH)
+    file = files.create(PROBE_PATH)
     try:
         leases = [scratch.take(_PROBE_IO_BYTES) for _ in range(_PROBE_BYTES // _PROBE_IO_BYTES)]
         try:
@@ -79,4 +76,4 @@ def _probe(files: Files, engine: Engine, scratch: Scratch) -> float:
                 lease.give_back()
     finally:
         file.close()
-        files.unlink(_PROBE_PATH)
+        files.unlink(PROBE_PATH)

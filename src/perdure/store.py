@@ -32,19 +32,19 @@ from perdure.catalog.api import BlockIndex, ControlStore
 from perdure.catalog.lmdb import LmdbIndex
 from perdure.catalog.lmdb_control import LmdbControl
 from perdure.clock import Clock, SteadyWall, SystemClock
-from perdure.core import Core, Incidents, Pins
-from perdure.errors import InvalidArgument, StoreClosed, StorePathError
+from perdure.core import INDEX_LOST_KEY, STORE_NAMESPACE, Core, Incidents, Pins
+from perdure.errors import CatalogError, InvalidArgument, StoreClosed, StorePathError
 from perdure.io.aio import default_engine
 from perdure.io.api import Engine, Files
 from perdure.io.files import PosixFiles
 from perdure.io.memory import Scratch
-from perdure.keeper import CLOCK_KEY, STORE_NAMESPACE, Keeper
+from perdure.keeper import CLOCK_KEY, Keeper
 from perdure.keys import KeyspaceIdentity, KVLayout
 from perdure.keyspace import Keyspace
 from perdure.options import parse_size, refuse_unknown
 from perdure.pool.dram import DramPool
 from perdure.presence import PresenceIndex
-from perdure.rates import Rates
+from perdure.rates import PROBE_PATH, Rates
 from perdure.segments.health import Health
 from perdure.segments.reader import SegmentReader
 from perdure.segments.reclaim import Reclaimer
@@ -105,9 +105,7 @@ class Store:
                         f"{self.path}: cannot be written ({error}); check owner, mode, mount"
                     ) from error
                 undo.callback(self._lock.close)
-            if drop_index:
-                shutil.rmtree(self.path / "index", ignore_errors=True)
-            self._core = self._assemble(identity, capacity, memory_bytes, read_only, mirror, seams, undo)
+            self._core = self._assemble(identity, capacity, memory_bytes, read_only, mirror, seams, drop_index, undo)
             undo.pop_all()
         self._keeper = Keeper(self._core)
         if not read_only:
@@ -122,6 +120,7 @@ class Store:
         read_only: bool,
         mirror: str | os.PathLike[str] | None,
         seams: Seams,
+        drop_index: bool,
         undo: contextlib.ExitStack,
     ) -> Core:
         path, clock = self.path, seams.clock
@@ -129,7 +128,7 @@ class Store:
         control = seams.control(LmdbControl(path / "control", read_only=read_only))
         undo.callback(control.close)
         capacity_bytes = _capacity(control, capacity, read_only)
-        index_lost = not (path / "index").exists() and bool(control.segments())
+        index_lost = _index_lost(control, path / "index", drop_index, read_only)
         map_bytes = int(capacity_bytes * _INDEX_BYTES_PER_PAGE) + 64 * limits.MIB
         index = seams.index(LmdbIndex(path / "index", map_bytes=map_bytes, read_only=read_only))
         undo.callback(index.close)
@@ -137,6 +136,9 @@ class Store:
         if not read_only:
             _take_over(control, owner)
         roots = [seams.files(str(path))]
+        if not read_only:
+            with contextlib.suppress(OSError):
+                roots[0].unlink(PROBE_PATH)  # left by a process that was killed while probing
         if mirror is not None:
             if not read_only:
                 Path(mirror).mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -154,21 +156,22 @@ class Store:
         reader = SegmentReader(segments, engine, scratch, pool, decode_threads=cores)
         undo.callback(reader.close)
         writer = SegmentWriter(segments, table, engine, scratch, space, clock, owner, segment_bytes)
+        recovery = Recovery(segments, table, engine, scratch, reader)
         reclaimer = Reclaimer(
-            segments, table, space, index, presence, pool, reader, writer, scratch, pins.alive,
+            segments, table, space, index, presence, pool, reader, writer, scratch, recovery.entries, pins.alive,
             lambda: 0 if steady.paused else int(steady.now()), lambda: _recency_ready(core),
         )  # fmt: skip
         core = Core(
             path=path, identity=identity, read_only=read_only, owner=owner, root_secret=secret, clock=clock,
             steady=steady, files=roots[0], engine=engine, scratch=scratch, index=index, control=control, table=table,
             segments=segments, space=space, presence=presence, pool=pool, reader=reader, writer=writer,
-            reclaimer=reclaimer, recovery=Recovery(segments, table, engine, scratch, reader), health=Health(clock),
+            reclaimer=reclaimer, recovery=recovery, health=Health(clock),
             pins=pins, incidents=Incidents(control, steady.now), rates=Rates(),
             workers=ThreadPoolExecutor(cores, thread_name_prefix="perdure-codec"),
             calls=ThreadPoolExecutor(_CALL_THREADS, thread_name_prefix="perdure-call"), index_lost=index_lost,
         )  # fmt: skip
         for record in table.all():
-            space.adopt(core.space_of(record))
+            space.settle(record.segment, core.space_of(record))
         return core
 
     # --- use
@@ -245,7 +248,7 @@ class Store:
             if not core.read_only:
                 steps.callback(self._keeper.save_recency)
                 steps.callback(core.writer.close)
-                steps.callback(flush_pending, core)
+                steps.callback(flush_pending, core, last=True)
                 steps.callback(self._keeper.stop)
 
     def _check(self) -> None:
@@ -296,6 +299,11 @@ def rebuild(path: str | os.PathLike[str], progress: Callable[[int, int], None] |
         while not store.wait_ready(0.1):
             if progress is not None:
                 progress(*store._keeper.progress)  # noqa: SLF001 (same module)
+            if store._keeper.rebuild_error is not None:  # noqa: SLF001
+                raise CatalogError(
+                    f"{path}: not everything could be loaded ({store._keeper.rebuild_error}); "  # noqa: SLF001
+                    "mend that and run it again, or open the store: it goes on trying, and serves what it has"
+                )
         return store.status()
 
 
@@ -315,6 +323,18 @@ def _capacity(control: ControlStore, capacity: int | str | None, read_only: bool
     if new != stored and not read_only:
         control.compare_and_set(STORE_NAMESPACE, b"capacity", stored, new)
     return value
+
+
+def _index_lost(control: ControlStore, path: Path, drop: bool, read_only: bool) -> bool:
+    """Whether the block index has to be rebuilt. Remembered until that is done: a process that dies meanwhile leaves an
+    index that looks whole and is not."""
+    marked = control.get(STORE_NAMESPACE, INDEX_LOST_KEY)
+    lost = marked is not None or drop or (not (path / "data.mdb").exists() and bool(control.segments()))
+    if lost and not read_only:
+        control.compare_and_set(STORE_NAMESPACE, INDEX_LOST_KEY, marked, b"rebuilding")
+        if drop:
+            shutil.rmtree(path, ignore_errors=True)
+    return lost
 
 
 def _segment_bytes(capacity: int) -> int:

@@ -5,11 +5,13 @@ Contract
   counts only if it stands where it says and its MAC under the segment's secret verifies.
 - What the block index knows decides which of them were published; when the index is lost, every record whose payload
   verifies is taken (its writer had the right to store it; the acknowledgement may be missing).
+- A disk that cannot tell (an I/O error) is not a verdict: it is raised, and nothing is decided about the segment.
 - Runs beside serving. Never replays, never changes a segment file, never brings back a record that `dead` refuses.
 """
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 from collections.abc import Callable, Iterator
 
@@ -43,9 +45,9 @@ class Recovery:
         secret, page = self._segments.secret(segment), limits.page_bytes
         file = self._segments.reopen(segment)
         found: list[NDArray[np.void]] = []
+        window = self._scratch.take(_WINDOW_BYTES)
         try:
             size = file.size()
-            window = self._scratch.take(_WINDOW_BYTES)
             for at in range(0, size - size % page, _WINDOW_BYTES):
                 length = min(_WINDOW_BYTES, size - size % page - at)
                 request = Request(file, at, [window.view[:length]])
@@ -60,33 +62,59 @@ class Recovery:
                 entries["record"] = fmt.records_of(headers)
                 ends = entries["record"]["offset"] + fmt.record_bytes_array(entries["record"]["stored_bytes"])
                 found.append(entries[ends <= size])
-            window.give_back()
         finally:
+            window.give_back()
             file.close()
         return (np.concatenate(found) if found else np.zeros(0, fmt.INDEX_ENTRY)), size
 
     def verified(self, entries: NDArray[np.void]) -> NDArray[np.bool_]:
-        """Which entries' payloads verify (reads them all)."""
+        """Which entries' payloads verify (reads them all). Raises OSError if one could not be read."""
         good = np.zeros(len(entries), bool)
         for at in range(0, len(entries), _VERIFY_BLOCKS):
             part = entries[at : at + _VERIFY_BLOCKS]
-            good[at : at + len(part)] = check_entries(self._reader, self._scratch, part) == BlockStatus.FOUND
+            plan = checked(self._reader, self._scratch, part)
+            for error in plan.unread.values():
+                raise error
+            good[at : at + len(part)] = plan.statuses == BlockStatus.FOUND
         return good
 
-    def index_open_segment(self, record: SegmentRecord, index: BlockIndex, *, adopt_all: bool) -> SegmentRecord | None:
-        """Index a dead writer's segment; returns its new record, or None where nothing in it was worth keeping.
+    def entries(self, segment: bytes) -> NDArray[np.void]:
+        """Entries of a sealed segment: from its index object, or from its headers where that is missing or damaged.
+        None at all if the file is gone. Raises OSError if the disk cannot tell."""
+        try:
+            return self._segments.read_index(segment).entries
+        except (FileNotFoundError, FormatError):
+            pass
+        try:
+            return self.scan(segment)[0]
+        except FileNotFoundError:
+            return np.zeros(0, fmt.INDEX_ENTRY)
 
-        `adopt_all`: the block index was lost, so take every record that verifies.
-        """
+    def is_gone(self, segment: bytes) -> bool:
+        """Whether its file has been deleted. Raises OSError if the disk cannot tell."""
+        try:
+            self._segments.reopen(segment).close()
+        except FileNotFoundError:
+            return True
+        return False
+
+    def remove_temporaries(self, owner: bytes) -> None:
+        """Remove index objects that dead writers left half-written; `owner` is who may be writing some right now."""
+        for root, path, segment in self._segments.temporaries():
+            record = self._table.get(segment)
+            if record is None or record.owner != owner:
+                with contextlib.suppress(FileNotFoundError):
+                    root.unlink(path)
+
+    def index_open_segment(self, record: SegmentRecord, index: BlockIndex) -> SegmentRecord | None:
+        """Index a dead writer's segment; returns its new record, or None where nothing in it was published."""
         segment = record.segment
         try:
             entries, size = self.scan(segment)
         except FileNotFoundError:  # died between control record and file
             self._table.delete(segment)
             return None
-        if adopt_all:
-            entries = entries[self.verified(entries)]
-        elif len(entries):
+        if len(entries):
             present, records = index.lookup(entry_keys(entries))
             entries = entries[present & (records == entries["record"])]
         if not len(entries):
@@ -107,24 +135,38 @@ class Recovery:
 
     def entries_of_all(
         self, dead: Callable[[SegmentRecord], bool], progress: Callable[[int, int], None] | None = None
-    ) -> Iterator[tuple[KeyArray, RecordArray]]:
-        """(keys, records) of every segment, from its index object or else its headers: what a rebuild loads.
+    ) -> Iterator[tuple[SegmentRecord, KeyArray, RecordArray]]:
+        """(segment, keys, records) of every segment, from its index object or else its headers: what a rebuild loads.
 
-        `dead` says which segments must not come back (erased tenants, draining segments)."""
+        Of two records of one key the first is to be kept: those that promise more come first, and last those of a
+        segment that is being drained, whose kept blocks have been copied. `dead` says which segments must not come back
+        (erased tenants). A segment that cannot be read is left out, and its OSError raised after all others."""
         records = [record for record in self._table.all() if not dead(record)]
+        records.sort(
+            key=lambda one: (one.state is not SegmentState.DRAINING, one.durability, one.retention, one.segment),
+            reverse=True,
+        )
+        problem: OSError | None = None
         for number, record in enumerate(records):
             try:
-                entries = self._segments.read_index(record.segment).entries
-            except (FileNotFoundError, FormatError):
-                try:
-                    entries, _ = self.scan(record.segment)
-                except FileNotFoundError:
-                    entries = np.zeros(0, fmt.INDEX_ENTRY)
-                entries = entries[self.verified(entries)]
+                entries = self._trusted(record.segment)
+            except OSError as error:
+                problem = error
+                continue
             if len(entries):
-                yield entry_keys(entries), np.ascontiguousarray(entries["record"])
+                yield record, entry_keys(entries), np.ascontiguousarray(entries["record"])
             if progress is not None:
                 progress(number + 1, len(records))
+        if problem is not None:
+            raise problem
+
+    def _trusted(self, segment: bytes) -> NDArray[np.void]:
+        """What its index object lists, or else what verifies."""
+        try:
+            return self._segments.read_index(segment).entries
+        except (FileNotFoundError, FormatError):
+            entries = self.entries(segment)
+        return entries[self.verified(entries)]
 
 
 def entry_keys(entries: NDArray[np.void]) -> KeyArray:
@@ -133,6 +175,11 @@ def entry_keys(entries: NDArray[np.void]) -> KeyArray:
 
 def check_entries(reader: SegmentReader, scratch: Scratch, entries: NDArray[np.void]) -> NDArray[np.uint8]:
     """Statuses of reading and verifying stored records as they are (no decode, nothing delivered)."""
+    return checked(reader, scratch, entries).statuses
+
+
+def checked(reader: SegmentReader, scratch: Scratch, entries: NDArray[np.void]) -> Plan:
+    """As `check_entries`; the plan also says which records could not be read."""
     stored = entries["record"]["stored_bytes"].tolist()
     leases = [scratch.take(size) for size in stored]
     plan = Plan(
@@ -144,7 +191,9 @@ def check_entries(reader: SegmentReader, scratch: Scratch, entries: NDArray[np.v
         deadline=None,
         raw=True,
     )
-    reader.read(plan)
-    for lease in leases:
-        lease.give_back()
-    return plan.statuses
+    try:
+        reader.read(plan)
+    finally:
+        for lease in leases:
+            lease.give_back()
+    return plan
