@@ -71,7 +71,7 @@ def prepare(path: Path, *, create: bool, clock: Clock) -> Identity:
 
 def _refuse_foreign(path: Path, create: bool) -> None:
     known = {"keystore", "lock"}  # a creation that was cut off
-    names = sorted(entry.name for entry in path.iterdir())
+    names = sorted(entry.name for entry in path.iterdir() if not entry.name.startswith(f"{MARK}."))
     if not set(names) <= known:
         raise FormatError(f"{path}: not empty and not a Perdure store (no {MARK}, but {names[0]!r}); use an empty one")
     if not create:

@@ -10,11 +10,14 @@ Contract
 
 from __future__ import annotations
 
+import builtins
+import contextlib
 import threading
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
+from perdure import limits
 from perdure.errors import FormatError
 from perdure.io.api import File, Files
 from perdure.segments import format as fmt
@@ -127,7 +130,7 @@ class SegmentStore:
         raise FileNotFoundError(index_path(segment))
 
     def delete(self, segment: bytes) -> None:
-        """Unlink file and index in every root; what is already gone is fine."""
+        """Unlink file and index in every root, durably; what is already gone is fine."""
         with self._lock:
             handle = self._handles.get(segment)
             if handle is not None:
@@ -141,17 +144,23 @@ class SegmentStore:
             handle.file.close()
         for root in self.roots:
             for path in (segment_path(segment), index_path(segment)):
-                try:
+                with contextlib.suppress(FileNotFoundError):
                     root.unlink(path)
-                except FileNotFoundError:
-                    continue
+            # Else a power cut could bring back files whose control record is gone: bytes nobody would account for.
+            with contextlib.suppress(FileNotFoundError):
+                root.sync_directory(segment_path(segment).rpartition("/")[0])
 
-    def list(self) -> list[bytes]:
+    def list(self) -> builtins.list[bytes]:
         """Ids of all segment files in the first root, in id (time) order."""
-        root = self.roots[0]
-        names = [name for shard in root.list("segments") for name in root.list(f"segments/{shard}")]
-        found = (_parse_name(name) for name in names)
-        return sorted(segment for segment in found if segment is not None)
+        files = _files(self.roots[0])
+        return sorted(segment for _, segment, suffix in files if suffix == "seg")
+
+    def temporaries(self) -> Iterator[tuple[Files, str, bytes]]:
+        """(root, path, segment) of files that a `write_once` left when its process died."""
+        for root in self.roots:
+            for path, segment, suffix in _files(root):
+                if suffix.endswith("tmp"):
+                    yield root, path, segment
 
     def close(self) -> None:
         with self._lock:
@@ -161,11 +170,11 @@ class SegmentStore:
             file.close()
 
 
-def _parse_name(name: str) -> bytes | None:
-    stem, dot, suffix = name.partition(".")
-    if dot and suffix == "seg" and len(stem) == 32:
-        try:
-            return bytes.fromhex(stem)
-        except ValueError:
-            return None
-    return None
+def _files(root: Files) -> Iterator[tuple[str, bytes, str]]:
+    """(path, segment, suffix) of the files of all segments in a root."""
+    for shard in root.list("segments"):
+        for name in root.list(f"segments/{shard}"):
+            stem, _, suffix = name.partition(".")
+            if len(stem) == 2 * limits.id_bytes:
+                with contextlib.suppress(ValueError):  # not ours
+                    yield f"segments/{shard}/{name}", bytes.fromhex(stem), suffix
