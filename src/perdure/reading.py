@@ -5,6 +5,7 @@ Contract
 - `read` delivers from the DRAM tier or the disk, verified, by the deadline, and reports every block by itself.
 - A block that does not verify is read again, then looked up again (it may have moved), then quarantined: its record is
   removed if unchanged, so that it can be stored again at once. A sick host removes nothing (`segments.health`).
+- An I/O error says nothing about the block's bytes: its record stays, is reported, and gives way to a new copy.
 """
 
 from __future__ import annotations
@@ -208,27 +209,36 @@ def _quarantine(core: Core, plan: Plan) -> list[int]:
             moved.append(place)
         elif status in (BlockStatus.CORRUPT, BlockStatus.MISSING):
             owner = core.table.get(row[_SEGMENT])
-            lost = row[_DURABILITY] == Durability.EPHEMERAL and owner is not None and owner.boot_id != boot_id
-            if lost:  # a power cut may take what was never fsynced: expected, not a sign of a bad disk
+            unread = place in plan.unread
+            # Expected, not signs of a bad disk: the segment was given up, or a power cut took what was never fsynced.
+            given_up = owner is None and status == BlockStatus.MISSING
+            cut = row[_DURABILITY] == Durability.EPHEMERAL and owner is not None and owner.boot_id != boot_id
+            lost = (given_up or cut) and not unread
+            if lost:
                 plan.statuses[place] = BlockStatus.MISSING
-            elif not core.health.may_remove(row[_SEGMENT]):
+            elif not core.health.may_remove(row[_SEGMENT]) and not unread:
                 core.counters.add(quarantine_withheld=1)
                 continue
-            kind = "lost" if lost else BlockStatus(plan.statuses[place]).name.lower()
-            _remove(core, keys[number : number + 1], row, kind, plan.problems[place])
+            kind = "lost" if lost else BlockStatus(status).name.lower()
+            _remove(core, keys[number : number + 1], row, kind, plan.problems[place], keep=unread)
     return moved
 
 
-def _remove(core: Core, key: KeyArray, row: Row, kind: str, why: str) -> None:
-    """Forget one block and remember why, for `status` and `explain`."""
-    try:
-        core.pending.remove(key_list(key))
-        core.index.remove(key, np.array([row], RECORD))
-    except CatalogError:
-        return
+def _remove(core: Core, key: KeyArray, row: Row, kind: str, why: str, keep: bool) -> None:
+    """Forget one block and remember why, for `status` and `explain`. `keep`: its record waits for a new copy."""
+    record = np.array([row], RECORD)
+    if keep:
+        kind = "unreadable"
+        core.unreadable.add(key.tobytes(), record.tobytes())
+    else:
+        try:
+            core.pending.remove(key_list(key))
+            core.index.remove(key, record)
+        except CatalogError:
+            return
     core.presence.remove(fingerprints(key))
     core.pool.drop(key)
-    core.counters.add(quarantined=1)
+    core.counters.add(**{"unreadable" if keep else "quarantined": 1})
     core.incidents.add(key.tobytes(), kind=kind, why=why, segment=row[_SEGMENT].hex(), offset=row[_OFFSET])
 
 

@@ -130,6 +130,8 @@ def _new_blocks(core: Core, keys: KeyArray, terms: Terms, report: WriteReport) -
         wanted["expires_s"] = terms.expires_s
         draining = np.fromiter(map(core.table.is_draining, records["segment"].tolist()), bool, len(records))
         enough = present & ~draining & satisfies(records, wanted, core.expiry_now())
+        if core.unreadable:
+            enough &= ~core.unreadable.among(keys)
     report.statuses[enough] = WriteStatus.EXISTS
     if enough.any():
         core.touches.add(keys[enough], core.tick())
@@ -281,6 +283,12 @@ def _publish(
     """Make records visible; True if finishing their segments is left to the deferred commit."""
     records, names = appended.records[done], np.ascontiguousarray(keys[todo[done]])
     publication = Publication(space.digest, names, records, appended.segments, terms.lease)
+    if core.unreadable:
+        try:
+            core.unreadable.give_way(names, core.index)
+        except CatalogError as error:
+            _refuse(report, todo[done], WriteStatus.FAILED, str(error))
+            return False
     if terms.durability == Durability.EPHEMERAL:
         if terms.lease is not None and not core.control.check(terms.lease):
             raise StaleFence(f"lease {terms.lease.token} was lost during the write; nothing was published")
@@ -307,6 +315,7 @@ class Publication:
     records: RecordArray
     segments: list[OpenSegment]
     lease: Lease | None = None
+    attempts: int = 0
 
 
 def commit(core: Core, publication: Publication) -> NDArray[np.bool_]:
@@ -372,22 +381,32 @@ def _remember(
         core.pool.publish(slot, keys[position].tobytes())
 
 
-def flush_pending(core: Core) -> None:
-    """Commit the ephemeral publishes collected so far in one go per append; called by the keeper and by `sync`."""
-    for publication in core.pending.take():
-        assert isinstance(publication, Publication)
-        try:
-            visible = commit(core, publication)
-            lost = ~visible
-        except CatalogError:
-            core.counters.add(catalog_errors=1)
-            lost = np.ones(len(publication.keys), bool)
-        if lost.any():  # another copy won, or the commit failed: the presence entry must not outlive the record
-            present, _ = _present_or_none(core, publication.keys)
-            core.presence.remove(fingerprints(publication.keys)[lost & ~present])
-        core.pending.remove(key_list(publication.keys))
-        for opened in publication.segments:
-            core.writer.finish(opened)
+def flush_pending(core: Core, *, last: bool = False) -> None:
+    """Commit the ephemeral publishes collected so far in one go per append; called by the keeper, by `sync` and (the
+    `last` time) by `close`. What cannot be committed is tried again, a few times."""
+    with core.pending.committing:  # who waits for a commit must not overtake the one in progress
+        for publication in core.pending.take():
+            assert isinstance(publication, Publication)
+            _flush(core, publication, last)
+
+
+def _flush(core: Core, publication: Publication, last: bool) -> None:
+    try:
+        visible = commit(core, publication)
+        lost = ~visible
+    except CatalogError:
+        core.counters.add(catalog_errors=1)
+        publication.attempts += 1
+        if publication.attempts < _ATTEMPTS_MAX and not last:
+            core.pending.put_back(publication)
+            return
+        lost = np.ones(len(publication.keys), bool)
+    if lost.any():  # another copy won, or the commit failed: the presence entry must not outlive the record
+        present, _ = _present_or_none(core, publication.keys)
+        core.presence.remove(fingerprints(publication.keys)[lost & ~present])
+    core.pending.remove(key_list(publication.keys))
+    for opened in publication.segments:
+        core.writer.finish(opened)
 
 
 def _present_or_none(core: Core, keys: KeyArray) -> tuple[NDArray[np.bool_], RecordArray | None]:

@@ -56,13 +56,14 @@ class Plan:
     raw: bool = False  # deliver the stored bytes as they are (copy-forward, verify); destinations have stored_bytes
     statuses: NDArray[np.uint8] = field(init=False)
     problems: dict[int, str] = field(init=False)
+    unread: dict[int, OSError] = field(init=False)  # those of the problems where the disk gave no bytes to judge
     _outstanding: int = field(init=False, default=0)
     _settled: threading.Event | None = field(init=False, default=None)
     _lock: threading.Lock = field(init=False, default_factory=threading.Lock)
 
     def __post_init__(self) -> None:
         self.statuses = np.full(len(self.keys), LATE, np.uint8)
-        self.problems = {}
+        self.problems, self.unread = {}, {}
 
     def encoded(self, position: int) -> bool:
         """Whether the stored bytes must be decoded on delivery."""

@@ -4,6 +4,7 @@ Contract
 - A block is delivered only after its header (identity, place, MAC) and its payload's checksum were verified.
 - Whatever fails is read once more through a new descriptor (from the other root where there is one); what still
   fails is reported as corrupt or missing, with the reason. Files that are gone and records cut short are misses.
+  Without time for the second look a block is late: one look is no verdict.
 - Blocks not delivered by the deadline are late. With `direct`, disk reads go straight into the caller's memory and a
   late one may still land there after the call: the report says when it has settled. Otherwise bytes land in memory
   of our own (a DRAM slot or scratch) and are copied after verification: a late block never touches the caller's.
@@ -17,13 +18,14 @@ from concurrent.futures import Future, ThreadPoolExecutor
 
 from perdure import codecs, limits
 from perdure.buffers import Parts, all_aligned, copy_parts
-from perdure.io.api import Engine, IOClass, Request, ShortTransfer
+from perdure.io.api import Engine, File, IOClass, Request, ShortTransfer
 from perdure.io.memory import Scratch
 from perdure.pool.dram import DramPool, Slot
 from perdure.segments import format as fmt
 from perdure.segments.landing import (
     CODEC,
     FOUND,
+    LATE,
     OFFSET,
     SEGMENT,
     STORED,
@@ -56,6 +58,9 @@ class SegmentReader:
         for root in range(len(self._segments.roots) - 1, -1, -1):
             again = sorted(plan.problems)
             if again:
+                plan.statuses[again] = LATE  # until this look has come to its end
+                plan.problems.clear()
+                plan.unread.clear()
                 self._pass(plan, again, root=root)
 
     # --- one pass over the disk
@@ -99,7 +104,7 @@ class SegmentReader:
             file = self._segments.acquire(segment) if root is None else self._segments.reopen(segment, root=root)
         except OSError as error:
             for position in run:
-                self._failed(plan, position, error)
+                self._failed(plan, position, error, None)
             return
         page = limits.page_bytes
         targets = [self._target(plan, position, root) for position in run]
@@ -170,7 +175,7 @@ class SegmentReader:
             return
         for block in landing.blocks:
             if landing.error is not None:  # of merged records maybe only one is bad: the second pass looks at each
-                self._failed(plan, block.position, landing.error)
+                self._failed(plan, block.position, landing.error, request.file)
             elif plan.encoded(block.position):
                 landing.hold()
                 decodes.append(self._decoders.submit(self._deliver_and_drop, plan, block, landing))
@@ -212,8 +217,6 @@ class SegmentReader:
         if block.slot is not None:
             self._pool.publish(block.slot, plan.keys[position])
             block.slot = None
-        if plan.problems:
-            plan.problems.pop(position, None)
         plan.statuses[position] = FOUND
 
     def _keep_decoded(self, plan: Plan, position: int) -> None:
@@ -224,12 +227,13 @@ class SegmentReader:
             copy_parts(plan.destinations[position], [slot.view[:nbytes]])
             self._pool.publish(slot, plan.keys[position])
 
-    def _failed(self, plan: Plan, position: int, error: OSError) -> None:
-        gone = isinstance(error, ShortTransfer) or error.errno in _GONE
-        plan.statuses[position] = BlockStatus.MISSING if gone else BlockStatus.CORRUPT
-        plan.problems[position] = (
-            f"{'record cut short' if isinstance(error, ShortTransfer) else 'read failed'}: {error}"
-        )
+    def _failed(self, plan: Plan, position: int, error: OSError, file: File | None) -> None:
+        row, short = plan.rows[position], isinstance(error, ShortTransfer)
+        plan.statuses[position] = BlockStatus.MISSING if short or error.errno in _GONE else BlockStatus.CORRUPT
+        plan.problems[position] = f"{'record cut short' if short else 'read failed'}: {error}"
+        ends = short and file is not None and file.size() < row[OFFSET] + fmt.record_bytes(row[STORED])
+        if not ends and not isinstance(error, FileNotFoundError):
+            plan.unread[position] = error
 
     def close(self) -> None:
         self._decoders.shutdown(wait=True)
