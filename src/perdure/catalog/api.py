@@ -37,7 +37,7 @@ RECORD = np.dtype(
         ("tenant_epoch", "<u4"),
         ("codec", "u1"),
         ("durability", "u1"),  # a Durability
-        ("retention", "u1"),  # retention class: 0 none, else log2 bucket of the TTL
+        ("retention", "u1"),  # retention class: log2 bucket of the TTL in minutes, 255 without TTL
         ("reserved", "u1"),
     ]
 )
@@ -156,7 +156,7 @@ class BlockIndex(Protocol):
         ...
 
     def load(self, entries: Iterator[tuple[KeyArray, RecordArray]]) -> int:
-        """Sorted bulk load into an index (rebuild): insert-if-absent, in bounded transactions; returns inserted keys."""
+        """Sorted bulk load (rebuild): insert-if-absent, in bounded transactions; returns how many keys were new."""
         ...
 
     def usage(self) -> dict[bytes, Usage]:
