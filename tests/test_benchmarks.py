@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from perdure.benchmarks import fio, harness, peer_files, peer_protocol, peers
+from perdure.benchmarks import fio, harness, kv_sample, peer_files, peer_perdure, peer_protocol, peers, store, target
 from perdure.benchmarks.harness import Measured, Report, count_row, interleave, limit_row, rate_row, row, unmeasured
 from perdure.errors import InvalidArgument
 
@@ -302,3 +302,93 @@ def test_an_environment_that_cannot_be_made_is_a_reason(tmp_path: Path, monkeypa
     with pytest.raises(peers.PeerFailed, match="installing LMCache"):
         peers.install_lmcache(tmp_path)
     assert not (tmp_path / f"lmcache-{peers.LMCACHE}" / "complete").exists()
+
+
+def test_our_own_worker_refuses_the_flipped_bit(tmp_path: Path) -> None:
+    system = peer_perdure.Perdure()
+    contents, rows = peer_protocol.Contents(64 * KIB), peer_protocol.aligned(4, 64 * KIB)
+    system.open(str(tmp_path / "s"), 64 * KIB, memory=False)
+    try:
+        contents.fill(rows, [0, 1, 2, 3])
+        assert system.put(system.prepare([0, 1, 2, 3]), rows, durable=True) == 4
+        assert peers.flip_byte(tmp_path, contents.mark(2)) == 1
+        assert system.get(system.prepare([0, 1, 2, 3]), rows) == [True, True, False, True]
+    finally:
+        system.close()
+
+
+# --- the store's own run --------------------------------------------------------------------------------------
+
+TINY = target.Plan(
+    block_bytes=(64 * KIB,),
+    batches=(1, 4),
+    dataset_bytes=4 << 20,
+    work_bytes=1 << 20,
+    batch_bytes_max=1 << 20,
+    session_batches_max=2,
+    repetitions=2,
+    catalog_blocks=20_000,
+    codec_blocks=8,
+)
+
+
+@pytest.mark.parametrize("section", store.SECTIONS)
+def test_a_tiny_run_gives_a_valid_report_and_leaves_nothing(tmp_path: Path, section: str) -> None:
+    report = store.run(tmp_path, quick=True, json=True, sections=[section], plan=TINY)
+    made = json.loads(report.to_json())
+    harness.validate(made)
+    assert list(tmp_path.iterdir()) == []
+    judged = [entry for entry in made["rows"] if entry["target"] is not None]
+    assert judged
+    for entry in judged:
+        assert entry["ours"] is not None or "fio" in entry["note"], entry["name"]
+    if section == "disk" and report.machine["fio"] is None:
+        pytest.skip("fio is not installed: the rows against it were not measured, and say so")
+
+
+def test_the_plan_shrinks_with_the_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert target.plan_for(tmp_path, quick=True).dataset_bytes <= target.QUICK.dataset_bytes
+    usage = shutil.disk_usage(tmp_path)
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: usage._replace(free=1 << 30))
+    plan = target.plan_for(tmp_path, quick=False)
+    assert plan.dataset_bytes == 128 << 20
+    assert plan.work_bytes <= plan.dataset_bytes
+    assert plan.batch_bytes_max <= plan.work_bytes
+
+
+def test_work_that_was_not_done_is_no_figure(tmp_path: Path) -> None:
+    with target.opened(tmp_path / "s", 4 * KIB) as (_, space):
+        keys = space.chain(target.tokens(4))
+        with pytest.raises(target.WrongResult, match="0 of 4"):
+            target.read_all(space, [keys], 4 * KIB, target.random_bytes(16 * KIB))
+        target.write_all(space, [keys], 4 * KIB, target.random_bytes(16 * KIB), "session")
+        with pytest.raises(target.WrongResult, match="0 of 4 blocks stored"):
+            target.write_all(space, [keys], 4 * KIB, target.random_bytes(16 * KIB), "session")
+
+
+def test_runs_are_consecutive_and_spread() -> None:
+    import random
+
+    keys = np.random.default_rng(1).integers(0, 256, (64, 32), np.uint8)
+    made = target.runs(keys, 4, 16, random.Random(1))
+    firsts = [int(one[0, 0]) for one in made]
+    assert all(np.shares_memory(one, keys) and len(one) == 4 for one in made)
+    assert len(set(map(id, made))) == 16
+    assert sorted(one.tobytes() for one in made) == sorted(keys[at : at + 4].tobytes() for at in range(0, 64, 4))
+    assert firsts != sorted(firsts)
+
+
+def test_kv_samples_are_whole_blocks(tmp_path: Path) -> None:
+    made, what = kv_sample.sample(None, 2)
+    assert len(made) == 2 * kv_sample.BLOCK_BYTES
+    assert "synthetic" in what
+    path = tmp_path / "kv"
+    made.tofile(path)
+    with path.open("ab") as file:
+        file.write(b"tail")
+    loaded, what = kv_sample.sample(path, 8)
+    assert np.array_equal(loaded, made)
+    assert "real" in what
+    path.write_bytes(b"short")
+    with pytest.raises(InvalidArgument, match="less than one block"):
+        kv_sample.load(path)

@@ -26,7 +26,9 @@ class Perdure:
         self.close()
         self._memory = memory
         self._store = perdure.open(root, capacity="64GiB", memory=POOL if memory else 0)
-        layout = perdure.KVLayout(block_tokens=BLOCK_TOKENS, block_bytes=block_bytes, dtype="bfloat16")
+        layout = perdure.KVLayout(
+            block_tokens=BLOCK_TOKENS, block_bytes=block_bytes, dtype="bfloat16", order="layer,kv,head,token,dim"
+        )
         weights = "sha256:" + "0" * 64
         self._space = self._store.keyspace(
             model="bench/model", weights=weights, layout=layout, tenant="bench", codec="off"

@@ -2,7 +2,7 @@
 
 Contract
 - Latency rows give the median over repetitions of the mean of an inner loop, in ms; the reference is the limit itself.
-- "Catalog only" asks right after opening, while the presence index is still being filled, so the catalog answers.
+- "Catalog only" asks a store that was opened read-only: it has no presence index, so the catalog answers.
 - Warm reads copy from the DRAM tier into the caller's buffer; the reference is numpy's memcpy of as many blocks of the
   same size from one part of a region to another, both larger than the processor's private caches, taking turns.
 """
@@ -88,18 +88,13 @@ def _linear_row(space: Any, present: Bytes, repetitions: int, where: str) -> Row
     return row(name, "ns", per_key[0], per_key[1], "per block at 4,096", better="lower", target=0.9)
 
 
-def catalog_lookup_row(root: Path, present: Bytes, repetitions: int, where: str, **options: Any) -> Row:
-    """4,096 present keys right after opening: the catalog answers, not the presence index."""
-    times = []
-    for _ in range(repetitions):
-        with target.opened(root, LOOKUP_BLOCK_BYTES, **options) as (_, space):
-            started = time.perf_counter()
-            found = space.lookup(present[:4096])
-            times.append((time.perf_counter() - started) * 1e3)
-            if found != 4096:
-                raise WrongResult(f"lookup right after opening found {found} of 4,096")
-    name = f"lookup of 4,096 present blocks right after opening (catalog), {where}"
-    return limit_row(name, "ms", times, CATALOG_LIMIT_MS)
+def catalog_row(root: Path, present: Bytes, repetitions: int, where: str) -> Row:
+    """4,096 present keys through the catalog alone: a read-only opener has no presence index."""
+    with target.opened(root, LOOKUP_BLOCK_BYTES, capacity=None, read_only=True) as (_, space):
+        keys = present[:4096]
+        _expect(space, keys, 4096)
+        times = [mean_ms(partial(space.lookup, keys), 5) for _ in range(repetitions)]
+    return limit_row(f"lookup of 4,096 present blocks, catalog only, {where}", "ms", times, CATALOG_LIMIT_MS)
 
 
 def small_store_rows(base: Path, plan: Plan) -> list[Row]:
@@ -109,7 +104,7 @@ def small_store_rows(base: Path, plan: Plan) -> list[Row]:
         present, absent = (space.chain(target.tokens(8_192, seed)) for seed in (1, 2))
         target.fill(space, present, LOOKUP_BLOCK_BYTES, target.random_bytes(4 * MIB), "ephemeral")
         made = lookup_rows(space, present, absent, plan.repetitions, "8,192 stored")
-    made.append(catalog_lookup_row(root, present, plan.repetitions, "8,192 stored"))
+    made.append(catalog_row(root, present, plan.repetitions, "8,192 stored"))
     return made
 
 
@@ -135,12 +130,13 @@ class _Memcpy:
 def warm_rows(base: Path, plan: Plan, step: Callable[[str], None]) -> list[Row]:
     """Reads that the DRAM tier answers, against numpy's memcpy."""
     made: list[Row] = []
-    source = target.random_bytes(WARM_BYTES)
+    warm_bytes = min(WARM_BYTES, plan.dataset_bytes)
+    source = target.random_bytes(warm_bytes)
     for block_bytes in plan.block_bytes:
         step(f"warm read {size_name(block_bytes)}")
-        blocks = WARM_BYTES // block_bytes
+        blocks = warm_bytes // block_bytes
         root = base / f"warm-{block_bytes}"
-        with target.opened(root, block_bytes, memory=3 * WARM_BYTES) as (_, space):
+        with target.opened(root, block_bytes, memory=3 * warm_bytes) as (_, space):
             keys = space.chain(target.tokens(blocks))
             target.fill(space, keys, block_bytes, source, "ephemeral")
             for wanted in plan.batches:

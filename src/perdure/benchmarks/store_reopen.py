@@ -28,7 +28,8 @@ from perdure.benchmarks import store_memory, target
 from perdure.benchmarks.harness import Row, limit_row, row
 from perdure.benchmarks.target import Bytes, Plan, WrongResult
 from perdure.catalog.api import RECORD, Durability, RecordArray, SegmentRecord, SegmentState
-from perdure.catalog.lmdb import LmdbControl, LmdbIndex
+from perdure.catalog.lmdb import LmdbIndex
+from perdure.catalog.lmdb_control import LmdbControl
 from perdure.limits import GIB, KIB
 from perdure.segments.store import segment_path
 
@@ -59,7 +60,8 @@ def build(root: Path, blocks: int) -> Bytes:
     finally:
         index.close()
         control.close()
-    return chain
+    keys: Bytes = chain
+    return keys
 
 
 def _segments(root: Path, control: LmdbControl, template: SegmentRecord, count: int, records: int) -> list[bytes]:
@@ -145,7 +147,7 @@ def _wait_filled(store: Any) -> float | None:
     """Seconds until the presence index is complete."""
     started = time.perf_counter()
     while time.perf_counter() - started < SETTLE_S:
-        if store.status().get("presence", {}).get("complete"):
+        if store.status()["presence"]["complete"]:
             return time.perf_counter() - started
         time.sleep(0.05)
     return None
@@ -195,11 +197,11 @@ def rows(plan: Plan, base: Path, step: Callable[[str], None]) -> list[Row]:
             [a["serving_s"] for a in answers],
             REOPEN_LIMIT_S,
         ),
-        limit_row(
-            f"lookup of 4,096 present blocks right after opening (catalog), {where}",
+        row(
+            f"first lookup of 4,096 blocks after opening, while the presence index is filled, {where}",
             "ms",
             [a["lookup_ms"] for a in answers],
-            store_memory.CATALOG_LIMIT_MS,
+            better="lower",
         ),
     ]
     step("memory")
@@ -214,6 +216,7 @@ def rows(plan: Plan, base: Path, step: Callable[[str], None]) -> list[Row]:
         _wait_filled(store)
         absent = space.chain(target.tokens(8_192, SEED + 2))
         made += store_memory.lookup_rows(space, chain, absent, plan.repetitions, where)
+    made.append(store_memory.catalog_row(root, chain, plan.repetitions, where))
     shutil.rmtree(root)
     return made
 

@@ -5,6 +5,7 @@ Contract: public calls only, with everything on that users have on. Bytes do not
 
 from __future__ import annotations
 
+import dataclasses
 import random
 import shutil
 from collections.abc import Iterator
@@ -42,14 +43,15 @@ class Plan:
     session_batches_max: int
     repetitions: int
     catalog_blocks: int
+    codec_blocks: int
 
     def batch(self, wanted: int, block_bytes: int) -> int:
         """`wanted` blocks, or as many as the bound on a batch's bytes allows."""
         return max(1, min(wanted, self.batch_bytes_max // block_bytes))
 
 
-FULL = Plan((64 * KIB, 512 * KIB, 2 * MIB, 8 * MIB), (1, 16, 256), GIB, 256 * MIB, 512 * MIB, 64, 5, 1_000_000)
-QUICK = Plan((64 * KIB, 2 * MIB), (1, 16), 128 * MIB, 64 * MIB, 64 * MIB, 16, 5, 100_000)
+FULL = Plan((64 * KIB, 512 * KIB, 2 * MIB, 8 * MIB), (1, 16, 256), GIB, 256 * MIB, 512 * MIB, 64, 5, 1_000_000, 256)
+QUICK = Plan((64 * KIB, 2 * MIB), (1, 16), 128 * MIB, 64 * MIB, 64 * MIB, 16, 5, 100_000, 128)
 
 
 def plan_for(directory: Path, *, quick: bool) -> Plan:
@@ -60,15 +62,8 @@ def plan_for(directory: Path, *, quick: bool) -> Plan:
         return plan
     dataset = max(64 * MIB, room // (64 * MIB) * (64 * MIB))
     work = min(plan.work_bytes, dataset)
-    return Plan(
-        plan.block_bytes,
-        plan.batches,
-        dataset,
-        work,
-        min(plan.batch_bytes_max, work),
-        plan.session_batches_max,
-        plan.repetitions,
-        plan.catalog_blocks,
+    return dataclasses.replace(
+        plan, dataset_bytes=dataset, work_bytes=work, batch_bytes_max=min(plan.batch_bytes_max, work)
     )
 
 
@@ -88,7 +83,13 @@ def tokens(blocks: int, seed: int = 1, block_tokens: int = BLOCK_TOKENS) -> NDAr
 
 @contextmanager
 def opened(
-    root: Path, block_bytes: int, *, memory: int = 0, capacity: int = 64 * GIB, codec: str = "off", **options: Any
+    root: Path,
+    block_bytes: int,
+    *,
+    memory: int = 0,
+    capacity: int | None = 64 * GIB,
+    codec: str = "off",
+    **options: Any,
 ) -> Iterator[tuple[Any, Any]]:
     """(store, keyspace) of an opened store."""
     with perdure.open(root, capacity=capacity, memory=memory, **options) as store:
