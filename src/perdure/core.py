@@ -10,7 +10,7 @@ import contextlib
 import json
 import threading
 from collections import Counter, deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -34,6 +34,7 @@ from perdure.clock import Clock, SteadyWall
 from perdure.directory import Identity
 from perdure.errors import CatalogError
 from perdure.io.api import Engine, Files
+from perdure.io.files import reserve_beyond_end
 from perdure.io.memory import Scratch
 from perdure.pool.dram import DramPool
 from perdure.presence import PresenceIndex
@@ -137,6 +138,7 @@ class Pins:
     def __init__(self, control: ControlStore, clock: Clock, owner: bytes):
         self._control, self._clock, self._owner = control, clock, owner
         self._pins: dict[int, tuple[float, NDArray[np.uint64]]] = {}
+        self._held: list[NDArray[np.uint64]] = []
         self._lock = threading.Lock()
 
     def add(self, keys: KeyArray, ttl_s: float) -> int:
@@ -151,11 +153,23 @@ class Pins:
             self._pins.pop(pin_id, None)
         return self._control.unpin(pin_id)
 
+    @contextlib.contextmanager
+    def held(self, keys: KeyArray) -> Iterator[None]:
+        """Pinned for the length of a block of code, in this process only: a write does not evict its own blocks."""
+        prints = fingerprints(keys)
+        with self._lock:
+            self._held.append(prints)
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._held = [one for one in self._held if one is not prints]
+
     def alive(self) -> NDArray[np.uint64]:
         """Fingerprints of all blocks pinned right now."""
         now = self._clock.boottime()
         with self._lock:
-            prints = [prints for deadline, prints in self._pins.values() if deadline > now]
+            prints = [prints for deadline, prints in self._pins.values() if deadline > now] + self._held
         return np.unique(np.concatenate(prints)) if prints else np.zeros(0, np.uint64)
 
     def expire(self) -> None:
@@ -273,6 +287,12 @@ class Core:
             return file.size()
         finally:
             file.close()
+
+    def reserve_catalog_space(self) -> None:
+        """Keep disk space for the catalogs that segments cannot take: making room on a full disk needs commits."""
+        least, most = limits.catalog_reserve_bytes_min, limits.catalog_reserve_bytes_max
+        for name, nbytes in (("control", least), ("index", min(max(self.space.capacity // 64, least), most))):
+            reserve_beyond_end(self.path / name / "data.mdb", nbytes)
 
     def index_found(self) -> None:
         """The block index has been rebuilt completely."""

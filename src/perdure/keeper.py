@@ -57,10 +57,10 @@ class Keeper:
     def _open_up(self) -> None:
         wait_s = limits.background_retry_s
         while not self._stop.is_set():
-            complete = self._guarded(self.rebuild_index)
+            complete = self.attempt(self.rebuild_index)
             self.rebuild_error = None if complete else self.last_error
-            complete = complete and self._guarded(self.recover)
-            complete = self._guarded(self.fill_presence) and complete
+            complete = complete and self.attempt(self.recover)
+            complete = self.attempt(self.fill_presence) and complete
             if complete:
                 if not self._stop.is_set():
                     self.ready.set()
@@ -73,12 +73,13 @@ class Keeper:
         while not self._stop.is_set():
             if self._core.pending.wait(1.0):
                 self._stop.wait(limits.ephemeral_publish_delay_s)
-                self._guarded(lambda: flush_pending(self._core))
+                self.attempt(lambda: flush_pending(self._core))
             if time.monotonic() >= chores_at:
                 chores_at = time.monotonic() + limits.recency_flush_s
                 self.chores()
 
-    def _guarded(self, task: Callable[[], None]) -> bool:
+    def attempt(self, task: Callable[[], None]) -> bool:
+        """Do something that may be tried again later; False, counted and shown, if it failed."""
         try:
             task()
         except (PerdureError, OSError) as error:
@@ -182,8 +183,12 @@ class Keeper:
 
     # --- from time to time
     def chores(self) -> None:
-        for task in (self.save_recency, self._core.pins.expire, self.seal_idle, self.settle_unsealed, self.sweep):
-            self._guarded(task)
+        core = self._core
+        for task in (
+            core.reserve_catalog_space, self.save_recency, core.pins.expire, self.seal_idle, self.settle_unsealed,
+            self.sweep,
+        ):  # fmt: skip
+            self.attempt(task)
 
     def seal_idle(self) -> None:
         self._core.writer.seal_idle(self._core.clock.monotonic() - limits.segment_idle_seal_s)

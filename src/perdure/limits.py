@@ -58,6 +58,8 @@ catalog_map_grow_bytes_min: Final = 256 * MIB  # address space, not disk: one ba
 catalog_map_bytes_max: Final = 4096 * GIB
 catalog_reader_threads_max: Final = 1024
 catalog_reader_check_s: Final = 60.0  # a reader killed inside a transaction holds back page reuse until then
+catalog_reserve_bytes_min: Final = 1 * MIB  # disk space each catalog may still grow by when the disk is full
+catalog_reserve_bytes_max: Final = 16 * MIB  # of the block index
 control_map_bytes: Final = 64 * MIB
 control_name_bytes_max: Final = 480  # namespace with document key, or lease scope (an LMDB key ends at 511)
 document_bytes_max: Final = 64 * MIB
@@ -68,6 +70,7 @@ presence_load_max: Final = 0.6  # used slots / slots; 0.7 % of the keys leave th
 presence_gallop_first_keys: Final = 64
 presence_gallop_keys_max: Final = 4096  # 256 KiB of buckets: stays in the L2 cache
 pool_chunk_bytes: Final = 64 * MIB
+adapter_staging_bytes_max: Final = 256 * MIB  # what an engine adapter gathers or scatters at a time
 
 # --- lifetimes ------------------------------------------------------------------------------------------------
 lease_ttl_s_default: Final = 30.0
@@ -98,5 +101,6 @@ _check(read_io_bytes_max <= segment_bytes_max and write_io_bytes_max <= segment_
 _check(capacity_bytes_min >= 2 * segment_bytes_min, "the smallest store holds an open and a sealed segment")
 _check(lease_ttl_s_default <= lease_ttl_s_max, "lease_ttl_s_default <= lease_ttl_s_max")
 _check(publish_batch_blocks_max <= batch_blocks_max, "publish_batch_blocks_max <= batch_blocks_max")
+_check(block_bytes_max <= adapter_staging_bytes_max, "a largest block fits an adapter's staging")
 _check(block_bytes_max <= pool_chunk_bytes, "a largest block fits a pool chunk")
 _check(recency_tick_s < recency_flush_s, "recency is flushed less often than it ticks")

@@ -148,7 +148,8 @@ class Store:
         engine, scratch, pool = seams.engine(), Scratch(), DramPool(memory_bytes)
         undo.callback(engine.close)
         cores = len(os.sched_getaffinity(0))
-        segment_bytes = _segment_bytes(capacity_bytes)
+        # On a disk smaller than the capacity, too, reclaim needs a choice of segments.
+        segment_bytes = _segment_bytes(min(capacity_bytes, shutil.disk_usage(path).total))
         space = SpaceBudget(capacity_bytes, kept_back=segment_bytes)
         presence, pins = PresenceIndex(), Pins(control, clock, owner)
         seen = control.get(STORE_NAMESPACE, CLOCK_KEY)
@@ -172,6 +173,8 @@ class Store:
         )  # fmt: skip
         for record in table.all():
             space.settle(record.segment, core.space_of(record))
+        if not read_only:
+            core.reserve_catalog_space()
         return core
 
     # --- use
@@ -233,7 +236,9 @@ class Store:
 
     # --- end
     def close(self) -> None:
-        """Commit, seal, sync. Idempotent. Calls in other threads end with StoreClosed."""
+        """Commit, seal, sync. Idempotent. Calls in other threads end with StoreClosed.
+
+        Raises CatalogError if ephemeral blocks could not be committed; the store is closed all the same."""
         if self._closed is not None:
             return
         self._closed = f"{self.path} was closed; open it again"
@@ -246,7 +251,7 @@ class Store:
                 steps.callback(part.close)
             steps.callback(core.workers.shutdown)
             if not core.read_only:
-                steps.callback(self._keeper.save_recency)
+                steps.callback(self._keeper.attempt, self._keeper.save_recency)  # advisory: no reason to fail
                 steps.callback(core.writer.close)
                 steps.callback(flush_pending, core, last=True)
                 steps.callback(self._keeper.stop)

@@ -205,7 +205,9 @@ def _store(
         if problem is None:
             return
         need = sum(record_bytes(sum(part.nbytes for part in payloads[place])) for place in left.tolist())
-        if not _made_room(core, problem, need):
+        with core.pins.held(keys):
+            made = _made_room(core, problem, need)
+        if not made:
             status = WriteStatus.REJECTED if problem.errno in _FULL else WriteStatus.FAILED
             _refuse(report, todo[left], status, str(problem))
             return
@@ -219,7 +221,9 @@ def _made_room(core: Core, problem: OSError, need: int) -> bool:
         return core.reclaimer.make_room(max(problem.need, min(need, core.writer.segment_bytes)))
     if problem.errno in _FULL:  # the file system is full although the capacity is not: give some of ours back
         core.counters.add(file_system_full=1)
-        return core.reclaimer.make_room(min(need, core.writer.segment_bytes), force=True)
+        made = core.reclaimer.make_room(min(need, core.writer.segment_bytes), force=True)
+        core.reserve_catalog_space()
+        return made
     return False
 
 
@@ -383,23 +387,28 @@ def _remember(
 
 def flush_pending(core: Core, *, last: bool = False) -> None:
     """Commit the ephemeral publishes collected so far in one go per append; called by the keeper, by `sync` and (the
-    `last` time) by `close`. What cannot be committed is tried again, a few times."""
+    `last` time) by `close`. What cannot be committed is tried again, a few times; CatalogError if it is the last."""
+    problem: CatalogError | None = None
     with core.pending.committing:  # who waits for a commit must not overtake the one in progress
         for publication in core.pending.take():
             assert isinstance(publication, Publication)
-            _flush(core, publication, last)
+            problem = _flush(core, publication, last) or problem
+    if last and problem is not None:
+        raise problem
 
 
-def _flush(core: Core, publication: Publication, last: bool) -> None:
+def _flush(core: Core, publication: Publication, last: bool) -> CatalogError | None:
+    problem = None
     try:
         visible = commit(core, publication)
         lost = ~visible
-    except CatalogError:
+    except CatalogError as error:
+        problem = error
         core.counters.add(catalog_errors=1)
         publication.attempts += 1
         if publication.attempts < _ATTEMPTS_MAX and not last:
             core.pending.put_back(publication)
-            return
+            return problem
         lost = np.ones(len(publication.keys), bool)
     if lost.any():  # another copy won, or the commit failed: the presence entry must not outlive the record
         present, _ = _present_or_none(core, publication.keys)
@@ -407,6 +416,7 @@ def _flush(core: Core, publication: Publication, last: bool) -> None:
     core.pending.remove(key_list(publication.keys))
     for opened in publication.segments:
         core.writer.finish(opened)
+    return problem
 
 
 def _present_or_none(core: Core, keys: KeyArray) -> tuple[NDArray[np.bool_], RecordArray | None]:

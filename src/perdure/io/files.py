@@ -35,6 +35,7 @@ TEMPORARY_SUFFIX: Final = ".tmp"
 
 _O_DIRECT: Final = getattr(os, "O_DIRECT", 0)
 _SECTOR_BYTES: Final = 512
+_FALLOC_FL_KEEP_SIZE: Final = 1
 _UNSUPPORTED: Final = (errno.EOPNOTSUPP, errno.ENOSYS)
 _NO_HARD_LINKS: Final = (errno.EXDEV, errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK)
 _MISALIGNED: Final = (errno.EINVAL, errno.EFAULT)  # Linux 6.18 answers EFAULT to vectors smaller than a sector
@@ -51,13 +52,24 @@ def checked_path(path: str) -> str:
     return path
 
 
-def _fallocate(fd: int, offset: int, length: int) -> None:
+def reserve_beyond_end(path: str | os.PathLike[str], nbytes: int) -> None:
+    """Blocks for `nbytes` behind the end of a file, whose size stays: so far it grows on a full disk. Best effort."""
+    with contextlib.suppress(OSError):
+        fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+        try:
+            _fallocate(fd, os.fstat(fd).st_size, nbytes, _FALLOC_FL_KEEP_SIZE)
+        finally:
+            os.close(fd)
+
+
+def _fallocate(fd: int, offset: int, length: int, mode: int = 0) -> None:
     """fallocate(2) itself: where it is missing, glibc's posix_fallocate rewrites bytes under other writers."""
     call = getattr(_libc, "fallocate", None)
     if call is None:
-        os.posix_fallocate(fd, offset, length)
+        if mode == 0:
+            os.posix_fallocate(fd, offset, length)
         return
-    while call(fd, 0, ctypes.c_longlong(offset), ctypes.c_longlong(length)) != 0:
+    while call(fd, mode, ctypes.c_longlong(offset), ctypes.c_longlong(length)) != 0:
         code = ctypes.get_errno()
         if code != errno.EINTR:
             raise OSError(code, os.strerror(code))
