@@ -211,7 +211,7 @@ def _quarantine(core: Core, plan: Plan) -> list[int]:
             owner = core.table.get(row[_SEGMENT])
             unread = place in plan.unread
             # Expected, not signs of a bad disk: the segment was given up, or a power cut took what was never fsynced.
-            given_up = owner is None and status == BlockStatus.MISSING
+            given_up = owner is None and _is_gone(core, row[_SEGMENT])
             cut = row[_DURABILITY] == Durability.EPHEMERAL and owner is not None and owner.boot_id != boot_id
             lost = (given_up or cut) and not unread
             if lost:
@@ -222,6 +222,13 @@ def _quarantine(core: Core, plan: Plan) -> list[int]:
             kind = "lost" if lost else BlockStatus(status).name.lower()
             _remove(core, keys[number : number + 1], row, kind, plan.problems[place], keep=unread)
     return moved
+
+
+def _is_gone(core: Core, segment: bytes) -> bool:
+    try:
+        return core.recovery.is_gone(segment)
+    except OSError:
+        return False
 
 
 def _remove(core: Core, key: KeyArray, row: Row, kind: str, why: str, keep: bool) -> None:
