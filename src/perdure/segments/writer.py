@@ -3,8 +3,6 @@
 Contract
 - One open segment per (tenant, durability, retention class), bounded in number; the bytes of one batch lie together.
 - `append` returns which records are completely in their file; nothing is visible until the caller publishes it.
-- `sync` is a group commit: threads that wait together share one fdatasync. After a failed fdatasync the segment takes
-  no more appends and nothing that was not synced before is acknowledged (the kernel may have dropped the pages).
 - A segment is sealed once it is full, idle or its store closes, after its last append was published or given up: its
   index object lists what was published, everything else in it is garbage.
 - Never: a write outside the range that was reserved for it, a second use of a range.
@@ -15,7 +13,7 @@ from __future__ import annotations
 import errno
 import threading
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
@@ -28,12 +26,12 @@ from perdure.errors import CatalogError
 from perdure.io.api import Engine, File, IOClass, IOState, Request
 from perdure.io.memory import Scratch
 from perdure.segments import format as fmt
+from perdure.segments.opened import OpenSegment, SegmentClass
 from perdure.segments.space import NoSpace, SpaceBudget
 from perdure.segments.store import SegmentStore
 from perdure.segments.table import SegmentTable
 
 _STAGE_PART_BYTES_MIN = 16 * limits.KIB  # smaller parts are gathered first: the kernel handles few large ones faster
-SegmentClass = tuple[bytes, Durability, int]  # tenant, durability, retention class
 
 
 @dataclass(slots=True)
@@ -63,59 +61,6 @@ class Appended:
     late: NDArray[np.bool_]
     errors: dict[int, OSError]
     segments: list[OpenSegment]
-
-
-@dataclass(slots=True, eq=False)
-class OpenSegment:
-    segment: bytes
-    kind: SegmentClass
-    files: list[File]
-    limit_bytes: int
-    created_s: int
-    boot_id: bytes
-    last_used: float
-    allocated_bytes: int = 0
-    tail: int = 0
-    users: int = 0  # appends between reservation and publish
-    retired: bool = False  # no more appends
-    sealed: bool = False
-    expires_s: int = 0
-    lasting: bool = False  # some record never expires
-    entries: list[NDArray[np.void]] = field(default_factory=list)
-    written: int = 0  # generation counters of the group commit
-    synced: int = 0
-    syncing: bool = False
-    failed: OSError | None = None
-    changed: threading.Condition = field(default_factory=threading.Condition)
-
-    def sync(self) -> None:
-        """Make every append that has returned durable. Raises OSError if the disk refuses, now or earlier."""
-        with self.changed:
-            mine = self.written
-            while True:
-                if self.failed is not None:
-                    raise OSError(self.failed.errno, f"segment {self.segment.hex()}: an earlier fdatasync failed")
-                if self.synced >= mine:
-                    return
-                if not self.syncing:
-                    break
-                self.changed.wait()
-            self.syncing, target = True, self.written
-        problem: OSError | None = None
-        try:
-            for file in self.files:
-                file.datasync()
-        except OSError as error:
-            problem = error
-        with self.changed:
-            self.syncing = False
-            if problem is None:
-                self.synced = max(self.synced, target)
-            else:
-                self.failed, self.retired = problem, True
-            self.changed.notify_all()
-        if problem is not None:
-            raise problem
 
 
 class SegmentWriter:
