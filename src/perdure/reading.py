@@ -117,6 +117,8 @@ def _from_memory(
         for position, slot in enumerate(slots):
             if slot is None or (visible is not None and not visible[position]) or slot.view.nbytes < size:
                 continue
+            if slot.keyspace != space.digest:  # another tenant's or layout's: the disk pass says what is wrong
+                continue
             copy_parts([slot.view[:size]], destinations[position])
             report.statuses[position] = _FOUND
             report.from_memory += 1

@@ -382,7 +382,7 @@ def _remember(
         if slot is None:
             return
         copy_parts(blocks[position], [slot.view[: space.layout.block_bytes]])
-        core.pool.publish(slot, keys[position].tobytes())
+        core.pool.publish(slot, keys[position].tobytes(), space.digest)
 
 
 def flush_pending(core: Core, *, last: bool = False) -> None:

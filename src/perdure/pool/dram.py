@@ -44,15 +44,16 @@ class SlotState(IntEnum):
 
 
 class Slot:
-    """Memory for one block. `view`: format 'B', exactly the bytes reserved, page-aligned. The rest is the pool's."""
+    """Memory for one block. `view`: format 'B', exactly the bytes reserved, page-aligned. `keyspace`: whose it is,
+    as told to `publish`. The rest is the pool's."""
 
-    __slots__ = ("chunk", "index", "key", "pins", "reserved_at", "state", "used", "view")
+    __slots__ = ("chunk", "index", "key", "keyspace", "pins", "reserved_at", "state", "used", "view")
 
     def __init__(self, view: memoryview, chunk: _Chunk, index: int, tick: int):
         self.view = view
         self.chunk = chunk
         self.index = index  # of the slot in its chunk
-        self.key = b""
+        self.key = self.keyspace = b""
         self.pins = 0
         self.state = SlotState.RESERVED
         self.reserved_at = self.used = tick
@@ -223,9 +224,9 @@ class DramPool:
             self._reserved += 1
             return slot
 
-    def publish(self, slot: Slot, key: bytes) -> bool:
+    def publish(self, slot: Slot, key: bytes, keyspace: bytes = b"") -> bool:
         """Make a reserved slot visible as `key`. False, and the slot is freed, if the key is here already or was
-        dropped since the slot was reserved."""
+        dropped since the slot was reserved. `keyspace` is for the caller to compare: the pool finds by key alone."""
         with self._lock:
             self._end_reservation(slot)
             refused = slot.reserved_at < max(self._all_dropped_at, self._drops.get(key, 0))
@@ -235,7 +236,7 @@ class DramPool:
                 self._free(slot)
                 return False
             self._tick += 1
-            slot.key = key
+            slot.key, slot.keyspace = key, keyspace
             slot.state = SlotState.PUBLISHED
             slot.used = slot.chunk.used = self._tick
             self._index[key] = slot.chunk.owner.lru[key] = slot

@@ -215,7 +215,7 @@ class SegmentReader:
         elif not block.in_place:
             copy_parts(block.payload, destination)
         if block.slot is not None:
-            self._pool.publish(block.slot, plan.keys[position])
+            self._pool.publish(block.slot, plan.keys[position], plan.keyspaces[position])
             block.slot = None
         plan.statuses[position] = FOUND
 
@@ -225,7 +225,7 @@ class SegmentReader:
         slot = None if plan.direct else self._pool.reserve(fmt.record_bytes(nbytes) - limits.page_bytes)
         if slot is not None:
             copy_parts(plan.destinations[position], [slot.view[:nbytes]])
-            self._pool.publish(slot, plan.keys[position])
+            self._pool.publish(slot, plan.keys[position], plan.keyspaces[position])
 
     def _failed(self, plan: Plan, position: int, error: OSError, file: File | None) -> None:
         row, short = plan.rows[position], isinstance(error, ShortTransfer)
