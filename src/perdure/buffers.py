@@ -34,6 +34,8 @@ def as_view(buffer: Any, *, writable: bool, what: str) -> memoryview:
         raise BufferMismatch(f"{what}: not C-contiguous (shape {view.shape}, strides {view.strides}); pass it in parts")
     if writable and view.readonly:
         raise BufferMismatch(f"{what}: read-only memory cannot be read into")
+    if not view.nbytes:  # which Python cannot cast
+        return memoryview(bytearray())
     return view if view.format == "B" and view.ndim == 1 else view.cast("B")
 
 
