@@ -139,9 +139,8 @@ def warm_rows(base: Path, plan: Plan, step: Callable[[str], None]) -> list[Row]:
         with target.opened(root, block_bytes, memory=3 * warm_bytes) as (_, space):
             keys = space.chain(target.tokens(blocks))
             target.fill(space, keys, block_bytes, source, "ephemeral")
-            for wanted in plan.batches:
-                batch = min(plan.batch(wanted, block_bytes), blocks // 4)
-                made.append(_warm(space, keys, batch, block_bytes, source, plan))
+            batches = sorted({min(plan.batch(wanted, block_bytes), blocks // 4) for wanted in plan.batches})
+            made += [_warm(space, keys, batch, block_bytes, source, plan) for batch in batches]
     return made
 
 
