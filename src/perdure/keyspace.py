@@ -216,7 +216,7 @@ class Keyspace:
             raise InvalidArgument(f"ttl_s={ttl_s}: must be above 0 and at most {limits.lease_ttl_s_max}")
         core = self._core
         self._writable()
-        holder = core.owner[:8] + os.urandom(8)
+        holder = core.owner + os.urandom(8)  # ends with the owner, see ControlStore.end_owner
         return core.control.acquire(array[-1].tobytes(), holder, core.clock.boottime(), ttl_s)
 
     def end_lease(self, lease: Lease) -> bool:

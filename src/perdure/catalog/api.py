@@ -236,7 +236,8 @@ class ControlStore(Protocol):
     def pins(self) -> list[Pin]: ...
 
     def end_owner(self, owner: bytes) -> int:
-        """Drop all pins and leases of a dead owner; returns how many."""
+        """Drop all pins of a dead owner, and all leases whose holder's name starts with the owner's (an owner takes
+        every lease under a name of its own, so that its threads exclude each other); returns how many."""
         ...
 
     def expire(self, now_s: float) -> int:

@@ -187,7 +187,7 @@ class LmdbControl:
             return codec.unpack_pin(int.from_bytes(name, "big"), raw).owner == owner
 
         def is_owners_lease(name: bytes, raw: bytes) -> bool:
-            return codec.unpack_lease(name, raw).holder == owner
+            return codec.unpack_lease(name, raw).holder.startswith(owner)
 
         def change(txn: Transaction) -> tuple[bool, int]:
             count = _delete_where(txn, self._pins, is_owners_pin) + _delete_where(txn, self._leases, is_owners_lease)

@@ -313,7 +313,7 @@ class MemoryControl:
     def end_owner(self, owner: bytes) -> int:
         with self._shared:
             pins = [pin_id for pin_id, pin in self._pins.items() if pin.owner == owner]
-            scopes = [scope for scope, lease in self._leases.items() if lease.holder == owner]
+            scopes = [scope for scope, lease in self._leases.items() if lease.holder.startswith(owner)]
             for pin_id in pins:
                 del self._pins[pin_id]
             for scope in scopes:

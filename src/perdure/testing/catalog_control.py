@@ -263,10 +263,12 @@ class ControlStoreConformance:
             control.pin(owner, make_keys(2), 100.0)
         control.pin(HOLDER, make_keys(1), 100.0)
         lease, other = acquire(control, b"one", HOLDER), acquire(control, b"two", OTHER_HOLDER)
-        assert control.end_owner(HOLDER) == 3
+        named = acquire(control, b"three", HOLDER + b"-thread-1")
+        assert control.end_owner(HOLDER) == 4
         assert control.end_owner(HOLDER) == 0
         assert [pin.owner for pin in control.pins()] == [OTHER_HOLDER, HOLDER + b"x"]
         assert not control.check(lease)
+        assert not control.check(named)
         assert control.check(other)
         assert acquire(control, b"one", OTHER_HOLDER).token > lease.token
 

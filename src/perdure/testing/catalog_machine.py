@@ -23,7 +23,7 @@ KEYS = as_keys(bytes([number]) * 32 for number in (0, 1, 2, 127, 128, 255))
 SEGMENTS = (b"segment-00000001", b"segment-00000002")
 TENANTS = (b"tenant-000000001", b"tenant-000000002")
 SCOPES = (b"scope", b"scope2")
-HOLDERS = (b"holder-1", b"holder-2")
+HOLDERS = (b"holder", b"holder-2")
 NAMES = (("a", b"bc"), ("ab", b"c"), ("a", b""))
 
 key_numbers = st.integers(0, len(KEYS) - 1)
