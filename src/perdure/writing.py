@@ -218,7 +218,11 @@ def _store(
 
 def _made_room(core: Core, problem: OSError, need: int) -> bool:
     if isinstance(problem, NoSpace):
-        return core.reclaimer.make_room(max(problem.need, min(need, core.writer.segment_bytes)))
+        wanted = max(problem.need, min(need, core.writer.segment_bytes))
+        if core.reclaimer.make_room(wanted):
+            return True
+        flush_pending(core)  # a segment with publishes on their way cannot be given up before
+        return core.reclaimer.make_room(wanted)
     if problem.errno in _FULL:  # the file system is full although the capacity is not: give some of ours back
         core.counters.add(file_system_full=1)
         made = core.reclaimer.make_room(min(need, core.writer.segment_bytes), force=True)
