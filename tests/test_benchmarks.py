@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from perdure.benchmarks import fio, harness, kv_sample, peer_files, peer_perdure, peer_protocol, peers, store, target
+from perdure.benchmarks import fio, harness, kv_sample, peer_files, peer_protocol, peers, store, target
 from perdure.benchmarks.harness import Measured, Report, count_row, interleave, limit_row, rate_row, row, unmeasured
 from perdure.errors import InvalidArgument
 
@@ -304,17 +304,17 @@ def test_an_environment_that_cannot_be_made_is_a_reason(tmp_path: Path, monkeypa
     assert not (tmp_path / f"lmcache-{peers.LMCACHE}" / "complete").exists()
 
 
-def test_our_own_worker_refuses_the_flipped_bit(tmp_path: Path) -> None:
-    system = peer_perdure.Perdure()
-    contents, rows = peer_protocol.Contents(64 * KIB), peer_protocol.aligned(4, 64 * KIB)
-    system.open(str(tmp_path / "s"), 64 * KIB, memory=False)
+def test_our_own_worker_does_not_serve_the_flipped_bit(tmp_path: Path) -> None:
+    worker = peers.Worker(peers.OURS, [sys.executable, "-m", "perdure.benchmarks.peer_perdure"])
     try:
-        contents.fill(rows, [0, 1, 2, 3])
-        assert system.put(system.prepare([0, 1, 2, 3]), rows, durable=True) == 4
-        assert peers.flip_byte(tmp_path, contents.mark(2)) == 1
-        assert system.get(system.prepare([0, 1, 2, 3]), rows) == [True, True, False, True]
+        worker.ask("open", root=str(tmp_path / "s"), block_bytes=64 * KIB, batch=4, memory=False)
+        assert worker.ask("put", batches=[[0, 1, 2, 3]], durable=True)["blocks"] == 4
+        assert peers.flip_byte(tmp_path, peer_protocol.Contents(64 * KIB).mark(2)) == 1
+        answer = worker.ask("get", batches=[[0, 1, 2, 3]], cold=True)
+        worker.ask("close")
     finally:
-        system.close()
+        worker.end()
+    assert (answer["found"], answer["wrong"]) == (3, 0)
 
 
 # --- the store's own run --------------------------------------------------------------------------------------
@@ -382,6 +382,7 @@ def test_kv_samples_are_whole_blocks(tmp_path: Path) -> None:
     made, what = kv_sample.sample(None, 2)
     assert len(made) == 2 * kv_sample.BLOCK_BYTES
     assert "synthetic" in what
+    assert "not asked for" in what
     path = tmp_path / "kv"
     made.tofile(path)
     with path.open("ab") as file:
@@ -392,3 +393,14 @@ def test_kv_samples_are_whole_blocks(tmp_path: Path) -> None:
     path.write_bytes(b"short")
     with pytest.raises(InvalidArgument, match="less than one block"):
         kv_sample.load(path)
+
+
+def test_no_torch_means_synthetic_kv_and_says_why(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kv_sample.importlib.util, "find_spec", lambda name: None)
+    made, what = kv_sample.sample(None, 1, tmp_path)
+    assert len(made) == kv_sample.BLOCK_BYTES
+    assert "synthetic" in what
+    assert "torch and transformers not installed" in what
+    path = tmp_path / f"smollm2-135m-bf16-{kv_sample.SAMPLE_TOKENS}-tokens.kv"
+    made.tofile(path)
+    assert kv_sample.kv_sample(tmp_path) == path

@@ -48,7 +48,7 @@ class Perdure:
 
     def get(self, keys: Any, rows: Bytes) -> list[bool]:
         report = self._space.read(keys, into=rows.reshape(-1), direct=not self._memory)
-        return [status == perdure.BlockStatus.FOUND for status in report.statuses]
+        return [status == perdure.BlockStatus.FOUND for status in report.statuses.tolist()]
 
     def forget(self) -> None:
         """Nothing: cold runs open the store without a DRAM tier and read with O_DIRECT."""

@@ -166,8 +166,9 @@ def serve(system: System) -> None:
         try:
             if verb not in ("open", "put", "get", "forget", "close"):
                 raise ValueError(f"unknown verb {verb!r}")
-            answer = getattr(worker, verb)(**command)
+            answer = json.dumps(getattr(worker, verb)(**command))
         except Exception as error:  # noqa: BLE001 - a worker reports any failure of the peer to its parent
-            answer = {"error": f"{type(error).__name__}: {error}", "where": traceback.format_exc(limit=-3)}
-        answers.write(json.dumps(answer) + "\n")
+            told = {"error": f"{type(error).__name__}: {error}", "where": traceback.format_exc(limit=-3)}
+            answer = json.dumps(told)
+        answers.write(answer + "\n")
         answers.flush()

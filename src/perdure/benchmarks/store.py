@@ -29,14 +29,15 @@ def run(
     quick: bool = False,
     json: bool = False,
     codec_sample: os.PathLike[str] | str | None = None,
+    model_cache: os.PathLike[str] | str | None = None,
     sections: Sequence[str] = SECTIONS,
     plan: target.Plan | None = None,
 ) -> Report:
     """Measure on the file system of `directory`. `json`: no progress is drawn.
 
-    codec_sample: a file of raw bf16 KV (blocks of `kv_sample.BLOCK_BYTES` bytes); None makes one, with the demo's model
-    where torch is installed, else synthetic and named so in the row. sections: which of SECTIONS; plan: what is
-    measured, if neither the full nor the quick one.
+    codec_sample: a file of raw bf16 KV (blocks of `kv_sample.BLOCK_BYTES` bytes). model_cache: where the demo's model
+    is kept, or may be put, to make one; needs torch. Without either the KV is synthetic and the row says so.
+    sections: which of SECTIONS; plan: what is measured, if neither the full nor the quick one.
     Raises WrongResult when the store does not do the work that is timed."""
     base = Path(tempfile.mkdtemp(prefix="bench-", dir=directory))
     try:
@@ -55,7 +56,7 @@ def run(
             if "disk" in sections:
                 report.rows += store_disk.rows(plan, base, found, progress.step)
             if "codec" in sections:
-                report.rows += store_codec.rows(plan, base, found, codec_sample, progress.step)
+                report.rows += store_codec.rows(plan, base, found, codec_sample, model_cache, progress.step)
             if "reopen" in sections:
                 report.rows += store_reopen.rows(plan, base, progress.step)
         return report

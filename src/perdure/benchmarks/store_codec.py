@@ -92,11 +92,16 @@ class _Arms:
 
 
 def rows(
-    plan: Plan, base: Path, fio: Fio | None, sample: os.PathLike[str] | str | None, step: Callable[[str], None]
+    plan: Plan,
+    base: Path,
+    fio: Fio | None,
+    sample: os.PathLike[str] | str | None,
+    cache_dir: os.PathLike[str] | str | None,
+    step: Callable[[str], None],
 ) -> list[Row]:
-    """Restore rate at each device rate against raw reads, and capacity."""
+    """Restore rate at each device rate against raw reads, and capacity. sample, cache_dir: see `kv_sample.sample`."""
     step("codec: sample")
-    data, what = kv_sample.sample(sample, plan.codec_blocks)
+    data, what = kv_sample.sample(sample, plan.codec_blocks, cache_dir)
     where = base / "codec"
     where.mkdir()
     arms = _Arms(where, data, fio)
