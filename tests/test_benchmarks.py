@@ -225,6 +225,9 @@ def test_file_per_block_store_delivers(tmp_path: Path, block_bytes: int, memory:
     assert system.get(system.prepare([0, 1, 2, 3]), got) == [True, True, True, False]
     assert np.array_equal(got[:3], rows)
     assert not list(tmp_path.rglob("*.tmp"))
+    path = Path(system.prepare([1])[0])
+    path.write_bytes(path.read_bytes()[:-1000])
+    assert system.get(system.prepare([0, 1]), got[:2]) == [True, False]
     system.close()
 
 
