@@ -28,6 +28,7 @@ class Ledger:
     power: bool = False  # what dies is the machine: nothing ephemeral is durable, whatever was synced or found
     pinned: set[tuple[int, int, int]] = field(default_factory=set)  # (space, chain, position) found after the pin
     checks: int = 0
+    acknowledged: int = 0  # blocks that were to last
     _syncing: dict[int, list[tuple[tuple[int, int], int]]] = field(default_factory=dict)
 
     def take(self, heard: list[list[Any]]) -> None:
@@ -44,6 +45,7 @@ class Ledger:
                         if status == 2:
                             continue
                         if durability != "ephemeral":
+                            self.acknowledged += 1
                             known.durable[position] = segments[position]
                             known.fleeting.discard(position)
                         elif position not in known.durable:

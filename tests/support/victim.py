@@ -221,6 +221,7 @@ def work(
         views[place].pin(keys, ttl_s=3600.0)
         blocks.write(views[place], keys)
         found = blocks.read_back(views[place], keys)
+        views[place].release(keys)  # without the pin they would be the first to go
         say("pinned", place, chain, found.tolist())
     stop = threading.Event()
     failures: list[str] = []
