@@ -672,7 +672,7 @@ class TestAioEngine:
         assert threads() == 0
 
     def test_what_aio_cannot_do_goes_to_threads(
-        self, tmp_path: Path, engine: AioEngine, threads: Callable[[], int], file: File
+        self, tmp_path: Path, engine: AioEngine, kernel: Kernel, threads: Callable[[], int], file: File
     ) -> None:
         files = PosixFiles(tmp_path)
         buffered = files.open("data", direct=False)
@@ -685,6 +685,7 @@ class TestAioEngine:
         batch = [*writes, *reads(buffered, 2), *native, *reads(wrapped, 2), *odd]
         engine.run(batch, io_class=RESTORE)
         assert threads() == 7
+        assert kernel.seen == 4
         assert_right([request for request in batch if not request.write])
         for opened in (buffered, wrapped, writable):
             opened.close()

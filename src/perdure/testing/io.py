@@ -173,7 +173,9 @@ class EngineConformance:
     def test_end_of_file_is_a_failure_of_that_request(self, engine: Engine, file: File, content: bytes) -> None:
         calls = Calls()
         memory = aligned_buffer(6 * PAGE).data
+        odd = memoryview(bytearray(201))
         beyond = [
+            Request(file, FILE_BYTES - 100, [odd[1:]], context="unaligned across"),
             Request(file, FILE_BYTES - PAGE, [memory[: 2 * PAGE]], context="across"),
             Request(file, FILE_BYTES, [memory[2 * PAGE : 3 * PAGE]], context="at the end"),
             Request(file, FILE_BYTES + 64 * PAGE, [memory[3 * PAGE : 4 * PAGE]], context="far beyond"),
@@ -185,7 +187,7 @@ class EngineConformance:
             assert isinstance(request.error, ShortTransfer)
         assert good.state is IOState.DONE
         assert good.buffers[0] == content[: 2 * PAGE]
-        assert len(calls.seen) == 4
+        assert len(calls.seen) == 5
 
     def test_single_read_past_the_end(self, engine: Engine, file: File) -> None:
         request = Request(file, FILE_BYTES - PAGE, [aligned_buffer(2 * PAGE).data])

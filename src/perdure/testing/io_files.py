@@ -92,6 +92,8 @@ class FilesConformance:
         assert file.pwritev([memoryview(source)[1:]], 0) == 3 * PAGE
         assert file.preadv([memoryview(target)[1:78], memoryview(target)[78:]], 33) == 2 * PAGE
         assert target[1:] == (data[33 : 33 + 2 * PAGE] if self.keeps_data else bytes(2 * PAGE))
+        assert file.preadv([memoryview(target)[1:]], 3 * PAGE - 100) == 100
+        assert file.preadv([memoryview(target)[1:]], 3 * PAGE + 1) == 0
         assert file.pwritev([memoryview(source)[1:100]], 3 * PAGE) == 99  # neither offset nor length of a sector
         assert file.size() == 3 * PAGE + 99
         assert file.preadv([memoryview(target)], 3 * PAGE) == 99
