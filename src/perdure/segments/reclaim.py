@@ -6,15 +6,18 @@ Contract
   block does not keep a cold segment.
 - Pinned blocks are never dropped. A segment is drained first (no "exists" relies on it), its kept blocks are copied and
   moved by compare-and-swap, the other records removed if unchanged, then the file is deleted.
-- If anything fails on the way nothing is lost: the segment stays, drained or not, and is tried again later.
+- If anything fails on the way nothing is lost: the segment stays, drained or not, and is tried again later. A disk that
+  does not delete costs the blocks of one segment, not of all.
 - Never: recycling a file or a name; deleting by age while the clock is in doubt (the caller decides that).
 """
 
 from __future__ import annotations
 
+import math
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass
+from enum import Enum
 
 import numpy as np
 from numpy.typing import NDArray
@@ -43,6 +46,14 @@ class ReclaimCounters:
     blocks_evicted: int = 0
     blocks_copied: int = 0
     bytes_copied: int = 0
+
+
+class _Outcome(Enum):
+    """Of an attempt to drop a segment."""
+
+    GONE = 0
+    STAYS = 1  # with its blocks
+    STUCK = 2  # its blocks are gone, its file is not
 
 
 class Reclaimer:
@@ -76,7 +87,7 @@ class Reclaimer:
     def make_room(self, need: int, *, force: bool = False) -> bool:
         """Let `need` bytes fit below the capacity, or (`force`: the file system is full) give `need` bytes back.
 
-        False if what is left is pinned, open or unreadable."""
+        False if what is left is pinned, open or unreadable, or the disk does not delete."""
         with self._lock:
             self._before()
             given_up: set[bytes] = set()
@@ -88,7 +99,10 @@ class Reclaimer:
                         return False
                     continue
                 victim, hotter_than = chosen
-                if not self._drop(victim, hotter_than):
+                outcome = self._drop(victim, hotter_than)
+                if outcome is _Outcome.STUCK:  # the next victim would only lose its blocks as well
+                    return False
+                if outcome is _Outcome.STAYS:
                     given_up.add(victim.segment)
             return True
 
@@ -98,7 +112,7 @@ class Reclaimer:
             now, dropped = self._now_s(), 0
             for record in self._table.all():
                 expired = record.state is SegmentState.SEALED and 0 < record.expires_s <= now
-                if (expired or record.state is SegmentState.DRAINING) and self._drop(record, None):
+                if (expired or record.state is SegmentState.DRAINING) and self._drop(record, None) is _Outcome.GONE:
                     dropped += 1
             return dropped
 
@@ -128,43 +142,49 @@ class Reclaimer:
         sizes = np.array([record.allocated_bytes for record in candidates], np.int64)
         per_block = np.zeros(max(int(ordinal.max(initial=0)), int(numbers.max())) + 1)
         per_block[numbers] = sizes / np.maximum([record.records for record in candidates], 1)
+        begun = np.array([record.state is SegmentState.DRAINING for record in candidates])
         ranked = np.sort(recency)
         mean_bytes = max(float(per_block[numbers].mean()), 1.0)
         wanted = max(need, int(sizes.mean()))
         while True:
-            cut = int(ranked[min(int(wanted / mean_bytes), len(ranked) - 1)]) if len(ranked) else 0
+            blocks = min(math.ceil(wanted / mean_bytes), len(ranked))
+            cut = int(ranked[blocks - 1]) if blocks else 0
             cut = min(cut, np.iinfo(np.uint32).max - 1)  # pinned blocks are above every cut
             hot = np.bincount(ordinal, weights=recency > cut, minlength=len(per_block)) * per_block
             free = sizes - hot[numbers]
-            best = int(np.argmax(free))
-            if free[best] >= _COLD_SHARE_MIN * sizes[best]:
+            warmth = np.bincount(ordinal, weights=np.minimum(recency, cut), minlength=len(per_block))[numbers]
+            cold = free >= _COLD_SHARE_MIN * sizes
+            best = int(np.lexsort((warmth, -free, ~begun, ~cold))[0])
+            if cold[best]:
                 return candidates[best], cut
             if wanted / mean_bytes >= len(ranked):
                 return (candidates[best], cut) if free[best] > 0 else None
             wanted *= 2
 
-    def _drop(self, victim: SegmentRecord, hotter_than: int | None) -> bool:
+    def _drop(self, victim: SegmentRecord, hotter_than: int | None) -> _Outcome:
         """Copy what is kept, remove the rest, delete the file. `hotter_than` None: keep only what is pinned."""
+        emptied = False
         try:
             entries = self._entries(victim.segment)  # none if a process died after it had deleted the file
             if victim.state is not SegmentState.DRAINING:
                 self._table.drain(victim)
             if not self._keep(victim, entries, hotter_than):
-                return False
+                return _Outcome.STAYS
             keys = entry_keys(entries)
             removed = self._index.remove(keys, np.ascontiguousarray(entries["record"]))
+            emptied = True
             gone = fingerprints(keys[removed])
             self._presence.remove(gone)
             self._pool.drop(keys[removed])
+            self.counters.blocks_evicted += int(removed.sum())
             self._index.forget_recency(gone)
             self._segments.delete(victim.segment)
             self._table.delete(victim.segment)
         except (OSError, CatalogError):
-            return False
+            return _Outcome.STUCK if emptied else _Outcome.STAYS
         self._space.settle(victim.segment, 0)
         self.counters.segments_dropped += 1
-        self.counters.blocks_evicted += int(removed.sum())
-        return True
+        return _Outcome.GONE
 
     def _keep(self, victim: SegmentRecord, entries: NDArray[np.void], hotter_than: int | None) -> bool:
         """Copy forward the blocks that stay; False if one that is pinned could not be moved."""
