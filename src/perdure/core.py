@@ -36,6 +36,7 @@ from perdure.errors import CatalogError
 from perdure.io.api import Engine, Files
 from perdure.io.files import reserve_beyond_end
 from perdure.io.memory import Scratch
+from perdure.keys import key_list
 from perdure.pool.dram import DramPool
 from perdure.presence import PresenceIndex
 from perdure.rates import Rates
@@ -302,9 +303,11 @@ class Core:
 
     def locate(self, keys: KeyArray) -> tuple[NDArray[np.bool_], RecordArray]:
         """Present mask and records, publishes that are still on their way to the catalog included."""
+        pending = self.pending.among(keys)  # first: what is committed in between is found in the index
         present, records = self.index.lookup(keys)
-        if self.pending:
-            self.pending.patch(keys, present, records)
+        for position, record in pending.items():
+            if not present[position]:
+                present[position], records[position] = True, record
         return present, records
 
     def alive(self, present: NDArray[np.bool_], records: RecordArray) -> NDArray[np.bool_]:
@@ -355,13 +358,13 @@ class Pending:
             for key in keys:
                 self._records.pop(key, None)
 
-    def patch(self, keys: KeyArray, present: NDArray[np.bool_], records: RecordArray) -> None:
+    def among(self, keys: KeyArray) -> dict[int, np.void]:
+        """Position -> record of those of `keys` that wait for their commit."""
+        if not self._records:
+            return {}
         with self._lock:
-            for position in np.flatnonzero(~present).tolist():
-                record = self._records.get(keys[position].tobytes())
-                if record is not None:
-                    present[position] = True
-                    records[position] = record
+            known = self._records
+            return {place: known[key] for place, key in enumerate(key_list(keys)) if key in known}
 
     def __bool__(self) -> bool:
         return bool(self._records)
