@@ -198,7 +198,8 @@ def _print_report(report: Report, as_json: bool) -> None:
         return
     from rich.console import Console
 
-    Console().print(report.table())
+    console = Console()
+    console.print(report.table(), width=max(console.width, 150))
 
 
 def _table(title: str) -> tuple[Any, Any]:

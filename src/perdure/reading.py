@@ -104,7 +104,7 @@ def _from_memory(
     core: Core, space: Keyspace, keys: KeyArray, destinations: Sequence[Parts], report: ReadReport
 ) -> None:
     """Deliver what the DRAM tier holds; those bytes were verified when they got there."""
-    if not core.pool.budget_bytes:
+    if not core.pool.budget_bytes or not core.presence.complete:  # what has expired is known from the presence index
         return
     slots = core.pool.get(keys)
     held = [slot for slot in slots if slot is not None]
@@ -112,10 +112,9 @@ def _from_memory(
         return
     started, size = time.monotonic(), space.layout.block_bytes
     try:
-        complete = core.presence.complete
-        visible = core.presence.visible(fingerprints(keys), core.expiry_now()) if complete else None
+        visible = core.presence.visible(fingerprints(keys), core.expiry_now())
         for position, slot in enumerate(slots):
-            if slot is None or (visible is not None and not visible[position]) or slot.view.nbytes < size:
+            if slot is None or not visible[position] or slot.view.nbytes < size:
                 continue
             if slot.keyspace != space.digest:  # another tenant's or layout's: the disk pass says what is wrong
                 continue

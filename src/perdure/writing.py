@@ -11,6 +11,7 @@ Contract
 
 from __future__ import annotations
 
+import dataclasses
 import errno
 import math
 import time
@@ -96,7 +97,9 @@ def write(core: Core, space: Keyspace, keys: KeyArray, blocks: Sequence[Parts], 
     report = WriteReport(np.full(count, WriteStatus.FAILED, np.uint8), 0, 0, 0, 0.0)
     if terms.lease is not None and not core.control.check(terms.lease):
         raise StaleFence(f"lease {terms.lease.token} was lost before the write; nothing was written")
-    todo = _new_blocks(core, keys, terms, report) if count else np.zeros(0, np.intp)
+    todo = np.zeros(0, np.intp)
+    if count:
+        todo, terms = _new_blocks(core, keys, terms, report)
     todo = _admitted(core, space, keys, todo, terms, report)
     step = max(1, _CHUNK_BYTES // space.layout.block_bytes)
     for at in range(0, len(todo), step):
@@ -116,8 +119,11 @@ def write(core: Core, space: Keyspace, keys: KeyArray, blocks: Sequence[Parts], 
     return report
 
 
-def _new_blocks(core: Core, keys: KeyArray, terms: Terms, report: WriteReport) -> NDArray[np.intp]:
-    """Positions to store: the first occurrence of every key that is not there (well enough) already."""
+def _new_blocks(core: Core, keys: KeyArray, terms: Terms, report: WriteReport) -> tuple[NDArray[np.intp], Terms]:
+    """Positions to store: the first occurrence of every key that is not there (well enough) already.
+
+    The terms returned are at least those of every copy that will be replaced: a new copy never weakens a promise.
+    """
     prints = fingerprints(keys)
     complete = core.presence.complete  # before the probe: the fill may end meanwhile
     maybe = core.presence.probe(prints) >= 0
@@ -132,12 +138,30 @@ def _new_blocks(core: Core, keys: KeyArray, terms: Terms, report: WriteReport) -
         enough = present & ~draining & satisfies(records, wanted, core.expiry_now())
         if core.unreadable:
             enough &= ~core.unreadable.among(keys)
+        terms = _strengthened(terms, records[core.alive(present, records) & ~enough])
+        unseen = enough & ~maybe  # published by another thread, which has not shown them yet
+        _show(core, keys[unseen], records[unseen], only_absent=True)
     report.statuses[enough] = WriteStatus.EXISTS
     if enough.any():
         core.touches.add(keys[enough], core.tick())
     first = np.zeros(len(keys), bool)
     first[np.unique(prints, return_index=True)[1]] = True  # equal fingerprints of different keys: never seen
-    return np.flatnonzero(first & ~enough)
+    return np.flatnonzero(first & ~enough), terms
+
+
+def _strengthened(terms: Terms, replaced: RecordArray) -> Terms:
+    """Terms that keep what was promised for the copies to be replaced."""
+    if not len(replaced):
+        return terms
+    durability = Durability(max(int(replaced["durability"].max()), terms.durability))
+    if terms.expires_s == 0 or (replaced["expires_s"] == 0).any():
+        return dataclasses.replace(terms, durability=durability, retention=NO_TTL, expires_s=0)
+    return dataclasses.replace(
+        terms,
+        durability=durability,
+        retention=max(int(replaced["retention"].max()), terms.retention),
+        expires_s=max(int(replaced["expires_s"].max()), terms.expires_s),
+    )
 
 
 def _settle_duplicates(keys: KeyArray, report: WriteReport) -> None:
@@ -252,7 +276,7 @@ def _finish(
         for place, error in appended.errors.items():
             _refuse(report, todo[place : place + 1], WriteStatus.FAILED, f"write failed: {error}")
         if terms.durability >= Durability.SESSION:
-            _sync(appended, written, todo, report)
+            _sync(appended, written, todo, terms, report)
         if terms.deadline is not None and time.monotonic() > terms.deadline:
             _refuse(report, todo[written], WriteStatus.LATE, "not durable by the deadline")
             written[:] = False
@@ -267,14 +291,19 @@ def _finish(
     return np.array(sorted(full), np.intp)
 
 
-def _sync(appended: Appended, written: NDArray[np.bool_], todo: NDArray[np.intp], report: WriteReport) -> None:
+def _sync(
+    appended: Appended, written: NDArray[np.bool_], todo: NDArray[np.intp], terms: Terms, report: WriteReport
+) -> None:
     for opened in appended.segments:
         try:
-            opened.sync()
+            if opened.sync(terms.deadline):
+                continue
+            status, why = WriteStatus.LATE, "not durable by the deadline"
         except OSError as error:
-            lost = written & (appended.records["segment"] == np.void(opened.segment))
-            _refuse(report, todo[lost], WriteStatus.FAILED, f"fdatasync failed: {error}")
-            written &= ~lost
+            status, why = WriteStatus.FAILED, f"fdatasync failed: {error}"
+        lost = written & (appended.records["segment"] == np.void(opened.segment))
+        _refuse(report, todo[lost], status, why)
+        written &= ~lost
 
 
 def _publish(
@@ -308,7 +337,10 @@ def _publish(
         except CatalogError as error:
             _refuse(report, todo[done], WriteStatus.FAILED, str(error))
             return False
-    _show(core, publication, visible)
+    _show(core, names[visible], records[visible])
+    if not visible.all():  # published by another thread, which may not have shown them yet
+        present, theirs = core.locate(names[~visible])
+        _show(core, names[~visible][present], theirs[present], only_absent=True)
     report.statuses[todo[done]] = np.where(visible, WriteStatus.STORED, WriteStatus.EXISTS)
     report.stored_bytes += int(record_bytes_array(records["stored_bytes"])[visible].sum())
     return terms.durability == Durability.EPHEMERAL
@@ -351,19 +383,17 @@ def commit(core: Core, publication: Publication) -> NDArray[np.bool_]:
     return visible
 
 
-def _show(core: Core, publication: Publication, visible: NDArray[np.bool_]) -> None:
-    """Put published blocks into the presence index."""
-    records, prints = publication.records, fingerprints(publication.keys)
-    ticks = ticks_of(core.tick(), len(prints))
-    for opened in publication.segments:
-        mine = np.flatnonzero(visible & (records["segment"] == np.void(opened.segment)))
-        if len(mine):
-            core.presence.insert(
-                prints[mine],
-                segment=core.table.ordinal(opened.segment),
-                recency=ticks[mine],
-                expires_s=np.ascontiguousarray(records["expires_s"][mine]),
-            )
+def _show(core: Core, keys: KeyArray, records: RecordArray, *, only_absent: bool = False) -> None:
+    """Put published blocks into the presence index: whoever was told that a block exists must find it."""
+    if len(keys):
+        ordinals = np.fromiter(map(core.table.ordinal, records["segment"].tolist()), np.uint32, len(records))
+        core.presence.insert(
+            fingerprints(keys),
+            segment=ordinals,
+            recency=ticks_of(core.tick(), len(keys)),
+            expires_s=np.ascontiguousarray(records["expires_s"]),
+            only_absent=only_absent,
+        )
 
 
 def _remember(

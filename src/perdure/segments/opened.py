@@ -9,6 +9,7 @@ Contract
 from __future__ import annotations
 
 import threading
+import time
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -43,19 +44,39 @@ class OpenSegment:
     failed: OSError | None = None
     changed: threading.Condition = field(default_factory=threading.Condition)
 
-    def sync(self) -> None:
-        """Make every append that has returned durable. Raises OSError if the disk refuses, now or earlier."""
+    def sync(self, deadline: float | None = None) -> bool:
+        """Make every append that has returned durable; False if that took longer than `deadline` (monotonic seconds).
+
+        Raises OSError if the disk refuses, now or earlier.
+        """
         with self.changed:
             mine = self.written
-            while True:
-                if self.failed is not None:
-                    raise OSError(self.failed.errno, f"segment {self.segment.hex()}: an earlier fdatasync failed")
-                if self.synced >= mine:
-                    return
+            while not (self.synced >= mine or self.failed is not None):
                 if not self.syncing:
-                    break
-                self.changed.wait()
-            self.syncing, target = True, self.written
+                    self.syncing = True
+                    if deadline is None:
+                        break
+                    # a thread of its own: a device that hangs must not hang a call that has a deadline
+                    threading.Thread(
+                        target=self._commit, args=(self.written,), name="perdure-sync", daemon=True
+                    ).start()
+                left = None if deadline is None else deadline - time.monotonic()
+                if left is not None and left <= 0:
+                    return False
+                self.changed.wait(left)
+            else:
+                return self._outcome(mine)
+            target = self.written
+        self._commit(target)
+        return self._outcome(mine)
+
+    def _outcome(self, mine: int) -> bool:
+        if self.synced < mine and self.failed is not None:
+            raise OSError(self.failed.errno, f"segment {self.segment.hex()}: fdatasync failed: {self.failed}")
+        return True
+
+    def _commit(self, target: int) -> None:
+        """One fdatasync for all who wait."""
         problem: OSError | None = None
         try:
             for file in self.files:
@@ -69,5 +90,3 @@ class OpenSegment:
             else:
                 self.failed, self.retired = problem, True
             self.changed.notify_all()
-        if problem is not None:
-            raise problem
