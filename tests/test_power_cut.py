@@ -87,7 +87,7 @@ class Workload:
 
     def _sync(self) -> None:
         """The background commit is not to race with the cuts: what it would do is done here."""
-        from perdure.writing import flush_pending
+        from perdure.publishing import flush_pending
 
         flush_pending(self.space._core)
 

@@ -54,6 +54,7 @@ LAYERS = [
         "rates",
         "reading",
         "reports",
+        "publishing",
         "writing",
     },
     {"service", "engines", "planner"},

@@ -23,7 +23,7 @@ from perdure import limits
 from perdure.catalog.api import SegmentRecord, SegmentState, fingerprints
 from perdure.core import STORE_NAMESPACE, Core
 from perdure.errors import PerdureError
-from perdure.writing import flush_pending
+from perdure.publishing import flush_pending
 
 _SCAN_KEYS = 8192
 CLOCK_KEY = b"clock"

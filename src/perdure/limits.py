@@ -52,7 +52,6 @@ background_retry_s: Final = 1.0  # then twice as long each time, up to recency_f
 recency_tick_s: Final = 0.05  # resolution of recency in memory; on disk it is kept to the minute
 index_load_txn_records_max: Final = 50_000
 index_load_sort_records_max: Final = 1_000_000  # sorted together in memory: 100 MB, but a third of the time and file
-index_read_stride_blocks: Final = 1024  # the interpreter may switch threads between strides
 index_map_bytes_min: Final = 1 * MIB
 catalog_map_grow_bytes_min: Final = 256 * MIB  # address space, not disk: one batch dirties up to 16 MiB of pages
 catalog_map_bytes_max: Final = 4096 * GIB

@@ -44,6 +44,7 @@ from perdure.keyspace import Keyspace
 from perdure.options import parse_size, refuse_unknown
 from perdure.pool.dram import DramPool
 from perdure.presence import PresenceIndex
+from perdure.publishing import flush_pending
 from perdure.rates import PROBE_PATH, Rates
 from perdure.segments.health import Health
 from perdure.segments.reader import SegmentReader
@@ -53,7 +54,7 @@ from perdure.segments.space import SpaceBudget
 from perdure.segments.store import SegmentStore
 from perdure.segments.table import SegmentTable
 from perdure.segments.writer import SegmentWriter
-from perdure.writing import AdmissionHook, flush_pending
+from perdure.writing import AdmissionHook
 
 _CAPACITY_DEFAULT = "20GiB"
 _CALL_THREADS = 4

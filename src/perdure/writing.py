@@ -29,18 +29,18 @@ from perdure.catalog.api import (
     Durability,
     KeyArray,
     Lease,
-    PublishResult,
     RecordArray,
     fingerprints,
 )
 from perdure.catalog.codec import satisfies
-from perdure.core import Core, ticks_of
+from perdure.core import Core
 from perdure.errors import CatalogError, PerdureError, StaleFence
 from perdure.keys import key_list
+from perdure.publishing import Publication, commit, show
 from perdure.reports import WriteReport, WriteStatus
 from perdure.segments.format import record_bytes, record_bytes_array
 from perdure.segments.table import NO_TTL
-from perdure.segments.writer import Appended, Batch, NoSpace, OpenSegment
+from perdure.segments.writer import Appended, Batch, NoSpace
 
 if TYPE_CHECKING:
     from perdure.keyspace import Keyspace
@@ -140,7 +140,7 @@ def _new_blocks(core: Core, keys: KeyArray, terms: Terms, report: WriteReport) -
             enough &= ~core.unreadable.among(keys)
         terms = _strengthened(terms, records[core.alive(present, records) & ~enough])
         unseen = enough & ~maybe  # published by another thread, which has not shown them yet
-        _show(core, keys[unseen], records[unseen], only_absent=True)
+        show(core, keys[unseen], records[unseen], only_absent=True)
     report.statuses[enough] = WriteStatus.EXISTS
     if enough.any():
         core.touches.add(keys[enough], core.tick())
@@ -337,63 +337,13 @@ def _publish(
         except CatalogError as error:
             _refuse(report, todo[done], WriteStatus.FAILED, str(error))
             return False
-    _show(core, names[visible], records[visible])
+    show(core, names[visible], records[visible])
     if not visible.all():  # published by another thread, which may not have shown them yet
         present, theirs = core.locate(names[~visible])
-        _show(core, names[~visible][present], theirs[present], only_absent=True)
+        show(core, names[~visible][present], theirs[present], only_absent=True)
     report.statuses[todo[done]] = np.where(visible, WriteStatus.STORED, WriteStatus.EXISTS)
     report.stored_bytes += int(record_bytes_array(records["stored_bytes"])[visible].sum())
     return terms.durability == Durability.EPHEMERAL
-
-
-@dataclass(slots=True, eq=False)
-class Publication:
-    """Records of one append on their way to the catalog."""
-
-    keyspace: bytes
-    keys: KeyArray
-    records: RecordArray
-    segments: list[OpenSegment]
-    lease: Lease | None = None
-    attempts: int = 0
-
-
-def commit(core: Core, publication: Publication) -> NDArray[np.bool_]:
-    """Publish in one transaction; which records are now the visible ones. Raises CatalogError, StaleFence."""
-    keys, records, lease = publication.keys, publication.records, publication.lease
-
-    def admit() -> None:
-        if lease is not None and not core.control.check(lease):
-            raise StaleFence(f"lease {lease.token} was lost during the write; nothing was published")
-
-    try:
-        results = core.index.publish(
-            keys, records, now_s=core.expiry_now(), is_draining=core.table.is_draining, admit=admit
-        )
-        visible: NDArray[np.bool_] = results != PublishResult.EXISTS
-    except CatalogError:  # the outcome is unknown: what stands in the catalog decides
-        present, current = core.index.lookup(keys)
-        visible = present & (current == records)
-        if not visible.any():
-            raise
-    for opened in publication.segments:
-        mine = np.flatnonzero(visible & (records["segment"] == np.void(opened.segment)))
-        if len(mine):
-            core.writer.published(opened, publication.keyspace, keys[mine], records[mine])
-    return visible
-
-
-def _show(core: Core, keys: KeyArray, records: RecordArray, *, only_absent: bool = False) -> None:
-    """Put published blocks into the presence index: whoever was told that a block exists must find it."""
-    if len(keys):
-        ordinals = np.fromiter(map(core.table.ordinal, records["segment"].tolist()), np.uint32, len(records))
-        core.presence.insert(
-            fingerprints(keys),
-            segment=ordinals,
-            recency=ticks_of(core.tick(), len(keys)),
-            expires_s=np.ascontiguousarray(records["expires_s"]),
-            only_absent=only_absent,
-        )
 
 
 def _remember(
@@ -417,44 +367,3 @@ def _remember(
             return
         copy_parts(blocks[position], [slot.view[: space.layout.block_bytes]])
         core.pool.publish(slot, keys[position].tobytes(), space.digest)
-
-
-def flush_pending(core: Core, *, last: bool = False) -> None:
-    """Commit the ephemeral publishes collected so far in one go per append; called by the keeper, by `sync` and (the
-    `last` time) by `close`. What cannot be committed is tried again, a few times; CatalogError if it is the last."""
-    problem: CatalogError | None = None
-    with core.pending.committing:  # who waits for a commit must not overtake the one in progress
-        for publication in core.pending.take():
-            assert isinstance(publication, Publication)
-            problem = _flush(core, publication, last) or problem
-    if last and problem is not None:
-        raise problem
-
-
-def _flush(core: Core, publication: Publication, last: bool) -> CatalogError | None:
-    problem = None
-    try:
-        visible = commit(core, publication)
-        lost = ~visible
-    except CatalogError as error:
-        problem = error
-        core.counters.add(catalog_errors=1)
-        publication.attempts += 1
-        if publication.attempts < _ATTEMPTS_MAX and not last:
-            core.pending.put_back(publication)
-            return problem
-        lost = np.ones(len(publication.keys), bool)
-    if lost.any():  # another copy won, or the commit failed: the presence entry must not outlive the record
-        present, _ = _present_or_none(core, publication.keys)
-        core.presence.remove(fingerprints(publication.keys)[lost & ~present])
-    core.pending.remove(key_list(publication.keys))
-    for opened in publication.segments:
-        core.writer.finish(opened)
-    return problem
-
-
-def _present_or_none(core: Core, keys: KeyArray) -> tuple[NDArray[np.bool_], RecordArray | None]:
-    try:
-        return core.index.lookup(keys)
-    except CatalogError:
-        return np.zeros(len(keys), bool), None
