@@ -36,7 +36,7 @@ from perdure.catalog.codec import satisfies
 from perdure.core import Core
 from perdure.errors import CatalogError, PerdureError, StaleFence
 from perdure.keys import key_list
-from perdure.publishing import Publication, commit, show
+from perdure.publishing import Publication, commit, flush_pending, show
 from perdure.reports import WriteReport, WriteStatus
 from perdure.segments.format import record_bytes, record_bytes_array
 from perdure.segments.table import NO_TTL

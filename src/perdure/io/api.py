@@ -117,6 +117,7 @@ class Request:
     write: bool = False
     context: object = None  # the caller's own
     settle: Callable[[], None] | None = None
+    prepare: Callable[[], None] | None = None  # called once, just before a write, by the thread that carries it out
     state: IOState = IOState.PENDING
     error: OSError | None = None
     nbytes: int = field(init=False)

@@ -64,6 +64,8 @@ def rest_of(buffers: Sequence[Buffer], moved: int) -> list[Buffer]:
 
 def transfer(request: Request, abandoned: Callable[[], bool] = lambda: False) -> None:
     """Move every byte of a request in the calling thread; raises OSError. Stops between system calls if abandoned."""
+    if request.prepare is not None:
+        request.prepare()
     file, offset, buffers = request.file, request.offset, request.buffers
     move = file.pwritev if request.write else file.preadv
     wanted = request.nbytes

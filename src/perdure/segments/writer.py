@@ -63,6 +63,38 @@ class Appended:
     segments: list[OpenSegment]
 
 
+class _Preparation:
+    """Staging, checksums and headers of one write's records; once, whichever root's thread comes first."""
+
+    def __init__(
+        self,
+        batch: Batch,
+        run: range,
+        records: RecordArray,
+        headers: memoryview,
+        staged: list[tuple[Parts, memoryview, int]],
+        secret: bytes,
+    ):
+        self._batch, self._run, self._records, self._headers = batch, run, records, headers
+        self._staged, self._secret = staged, secret
+        self._done = False
+        self._lock = threading.Lock()
+
+    def __call__(self) -> None:
+        with self._lock:
+            if self._done:
+                return
+            for parts, view, size in self._staged:
+                copy_parts(parts, [view[:size]])
+                view[size:] = bytes(view.nbytes - size)
+            batch, chosen = self._batch, slice(self._run.start, self._run.stop)
+            tags = [fmt.payload_tag(parts) for parts in batch.payloads[chosen]]
+            pages = np.frombuffer(self._headers, np.uint8).reshape(len(tags), limits.page_bytes)
+            fields = fmt.HeaderFields(batch.keyspace, batch.fence)
+            fmt.write_headers(pages, batch.keys[chosen], self._records, fields, tags, self._secret)
+            self._done = True
+
+
 class SegmentWriter:
     """Owns every open segment of one store. Thread-safe; no lock is held across block I/O."""
 
@@ -105,9 +137,9 @@ class SegmentWriter:
                 self._create(kind, need, reserve)
 
     def _grow(self, current: OpenSegment, need: int, reserve: bool) -> bool:
-        """Allocate more of an open segment (it doubles, so that a small tenant stays small)."""
+        """Allocate more of an open segment (in few steps, from little, so that a small tenant stays small)."""
         have = current.allocated_bytes
-        want = min(max(2 * have, current.tail + need), current.limit_bytes)
+        want = min(max(4 * have, current.tail + need), current.limit_bytes)
         if current.tail + need > want:
             return False
         with self._lock:  # a user like an append: it must not be sealed meanwhile
@@ -237,15 +269,7 @@ class SegmentWriter:
         records["codec"] = batch.codecs[span]
         records["durability"] = batch.durability
         records["retention"] = batch.retention
-        count = len(records)
-        header_lease = self._scratch.take(count * limits.page_bytes)
-        pages = np.frombuffer(header_lease.view, np.uint8).reshape(count, limits.page_bytes)
-        pages[:] = 0
-        tags = [fmt.payload_tag(parts) for parts in batch.payloads[span]]
-        fields = fmt.HeaderFields(batch.keyspace, batch.fence)
-        fmt.write_headers(pages, batch.keys[span], records, fields, tags, self._segments.secret(opened.segment))
-        requests, settled = self._requests(batch, opened, span, records, header_lease.view)
-        settled.append(header_lease.give_back)
+        requests, settled = self._requests(batch, opened, span, records)
         left = len(requests)
         lock = threading.Lock()
 
@@ -277,38 +301,51 @@ class SegmentWriter:
                 opened.retired = True
 
     def _requests(
-        self, batch: Batch, opened: OpenSegment, span: slice, records: RecordArray, headers: memoryview
+        self, batch: Batch, opened: OpenSegment, span: slice, records: RecordArray
     ) -> tuple[list[Request], list[Callable[[], None]]]:
-        """Vectored writes for one run of records, and what to give back when the last of them has settled."""
+        """Vectored writes for one run of records, and what to give back when the last of them has settled.
+
+        Staging, checksums and headers are left to the threads that write (`_Preparation`): the first bytes go out while
+        the rest is still being hashed.
+        """
         page, alignment = limits.page_bytes, self._segments.roots[0].memory_alignment
+        lease = self._scratch.take(len(records) * page)
+        headers, leases = lease.view, [lease.give_back]
+        headers[:] = bytes(headers.nbytes)
+        secret = self._segments.secret(opened.segment)
         requests: list[Request] = []
-        leases: list[Callable[[], None]] = []
         buffers: list[memoryview] = []
+        staged: list[tuple[Parts, memoryview, int]] = []
         first = span.start
         start = end = int(records["offset"][0])
 
         def flush(until: int) -> None:
-            run = range(first, until)
-            requests.extend(Request(file, start, list(buffers), write=True, context=run) for file in opened.files)
+            run, low, high = range(first, until), first - span.start, until - span.start
+            prepare = _Preparation(
+                batch, run, records[low:high], headers[low * page : high * page], list(staged), secret
+            )
+            requests.extend(
+                Request(file, start, list(buffers), write=True, context=run, prepare=prepare) for file in opened.files
+            )
             buffers.clear()
+            staged.clear()
 
         for number, position in enumerate(range(span.start, span.stop)):
             parts = batch.payloads[position]
             size = int(records["stored_bytes"][number])
             padded = fmt.record_bytes(size) - page
             whole = padded == size and size // len(parts) >= _STAGE_PART_BYTES_MIN and all_aligned(parts, alignment)
-            if not whole:
-                lease = self._scratch.take(padded)
-                leases.append(lease.give_back)
-                copy_parts(parts, [lease.view[:size]])
-                lease.view[size:] = bytes(padded - size)
-                parts = [lease.view]
             if buffers and (
                 end + page + padded - start > limits.write_io_bytes_max
-                or len(buffers) + 1 + len(parts) > limits.io_vectors_max
+                or len(buffers) + 1 + (len(parts) if whole else 1) > limits.io_vectors_max
             ):
                 flush(position)
                 first, start = position, end
+            if not whole:
+                lease = self._scratch.take(padded)
+                leases.append(lease.give_back)
+                staged.append((parts, lease.view, size))
+                parts = [lease.view]
             buffers.append(headers[number * page : (number + 1) * page])
             buffers.extend(parts)
             end += page + padded
