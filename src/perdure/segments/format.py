@@ -155,7 +155,7 @@ def header_problem(page: memoryview, identity: bytes, secret: bytes) -> str | No
         return "header magic is wrong"
     if header_mac(secret, header) != header[MAC_AT:]:
         return "header MAC does not verify"
-    if header[48:IDENTITY_BYTES] == identity[48:]:  # all but the keyspace is as asked: the caller mixed up keys
+    if header[:16] == identity[:16] and header[48:IDENTITY_BYTES] == identity[48:]:  # the caller mixed up keyspaces
         return OTHER_KEYSPACE
     return "header belongs to another block, place, tenant or keyspace"
 

@@ -49,6 +49,7 @@ class SegmentStore:
         self._root_secret = root_secret
         self._handles: OrderedDict[bytes, _Handle] = OrderedDict()
         self._secrets: dict[bytes, bytes] = {}
+        self._deletions = 0
         self._lock = threading.Lock()
 
     def secret(self, segment: bytes) -> bytes:
@@ -75,13 +76,15 @@ class SegmentStore:
         """Shared handle for reading; give it back with `release`. Raises OSError (FileNotFoundError: it is gone)."""
         with self._lock:
             handle = self._handles.get(segment)
-            if handle is not None:
+            if handle is not None and not handle.doomed:
                 handle.users += 1
                 self._handles.move_to_end(segment)
                 return handle.file
+            deletions = self._deletions
         file = self.roots[0].open(segment_path(segment))
         with self._lock:
-            handle = self._handles.setdefault(segment, _Handle(file))
+            # Deleted since it was opened? Then nobody would ever close it, and its bytes would stay on the disk.
+            handle = self._handles.setdefault(segment, _Handle(file, doomed=deletions != self._deletions))
             handle.users += 1
             stale = self._shrink()
         if handle.file is not file:  # another thread was faster
@@ -132,6 +135,7 @@ class SegmentStore:
     def delete(self, segment: bytes) -> None:
         """Unlink file and index in every root, durably; what is already gone is fine."""
         with self._lock:
+            self._deletions += 1
             handle = self._handles.get(segment)
             if handle is not None:
                 if handle.users == 0:
