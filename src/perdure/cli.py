@@ -156,9 +156,11 @@ def _bench_options(command: Callable[..., None]) -> Callable[..., None]:
 def bench_store(directory: Path, quick: bool, as_json: bool) -> None:
     """The embedded store against fio, memcpy and its own targets."""
     from perdure.benchmarks import store
+    from perdure.demo.scenes import default_model_cache
 
     directory.mkdir(parents=True, exist_ok=True)
-    _print_report(store.run(directory, quick=quick, json=as_json), as_json)
+    report = store.run(directory, quick=quick, json=as_json, model_cache=None if quick else default_model_cache())
+    _print_report(report, as_json)
 
 
 @bench.command("peers")
