@@ -125,6 +125,7 @@ def test_capacity_is_never_exceeded(opened: Opening, clock: FakeClock) -> None:
         stop.set()
         watcher.join()
     assert 3 * MIB < worst <= 8 * MIB
+    store.sync()
     status = store.status()
     assert status["reclaim"]["blocks_evicted"] == 24 * PER_SEGMENT - status["blocks"]
 
@@ -232,6 +233,7 @@ def test_evicted_blocks_are_gone_from_memory_too(opened: Opening, clock: FakeClo
     store = opened(memory=64 * MIB)
     space = keyspace(store, block_bytes=BLOCK)
     chains = fill(space, clock, range(12))
+    assert store.status()["memory"]["slots"] == store.status()["blocks"]
     for keys in chains:
         expected = [FOUND if there else MISSING for there in space.present(keys)]
         assert read(space, keys) == expected

@@ -84,6 +84,22 @@ def test_a_segment_deleted_while_it_is_opened_is_closed_again(tmp_path: Path) ->
         assert not [link for link in links if segment.hex() in link]
 
 
+def test_descriptors_are_bounded(tmp_path: Path) -> None:
+    with closing(SegmentStore([PosixFiles(str(tmp_path))], SECRET)) as segments:
+        for number in range(300):
+            segment = segment_id(number)
+            segments.create(segment)[0].close()
+            segments.release(segment, segments.acquire(segment))
+        assert len(segments._handles) == len(os.listdir("/proc/self/fd")) - _other_descriptors(tmp_path) == 256
+        assert segment_id(299) in segments._handles
+        assert segment_id(0) not in segments._handles, "the one used longest ago goes first"
+
+
+def _other_descriptors(root: Path) -> int:
+    links = [os.path.realpath(f"/proc/self/fd/{number}") for number in os.listdir("/proc/self/fd")]
+    return sum(not link.startswith(str(root)) for link in links)
+
+
 # --- the header, byte by byte
 def record(**fields: Any) -> NDArray[np.void]:
     one = np.zeros(1, RECORD)
