@@ -72,13 +72,13 @@ class SteadyWall:
 
     `paused` is True while the machine's wall clock disagrees by more than `limits.clock_step_s_max` with what it should
     read: expiry and deletion by age stop, and `status` shows the alert. `last_seen` (wall seconds of the previous run,
-    if known) catches a clock that was set back between two runs.
+    if known) catches a clock that was set back between two runs; that is over once it shows that time again.
     """
 
     def __init__(self, clock: Clock, last_seen: float | None = None):
         self._clock = clock
         self._offset = clock.wall() - clock.boottime()
-        self._went_back_s = max(0.0, last_seen - clock.wall()) if last_seen is not None else 0.0
+        self._last_seen = last_seen
 
     def now(self) -> float:
         """Seconds since 1970, never stepping."""
@@ -87,9 +87,10 @@ class SteadyWall:
     @property
     def step_s(self) -> float:
         """How far the wall clock is from where it should be (positive: ahead)."""
-        if self._went_back_s > limits.clock_step_s_max:
-            return -self._went_back_s
-        return self._clock.wall() - self.now()
+        wall = self._clock.wall()
+        if self._last_seen is not None and self._last_seen - wall > limits.clock_step_s_max:
+            return wall - self._last_seen
+        return wall - self.now()
 
     @property
     def paused(self) -> bool:
