@@ -18,10 +18,11 @@ import pytest
 from hypothesis import settings
 
 from perdure import limits
+from perdure.catalog import environment
 from perdure.catalog.api import BlockIndex, ControlStore, PublishResult
 from perdure.catalog.lmdb import LmdbControl, LmdbIndex
 from perdure.catalog.memory import MemoryControl, MemoryIndex
-from perdure.errors import CatalogError, FormatError, InvalidArgument, ReadOnlyStore, StoreClosed
+from perdure.errors import CatalogError, FormatError, InvalidArgument, ReadOnlyStore, StaleFence, StoreClosed
 from perdure.testing.catalog import (
     NOW_S,
     BlockIndexConformance,
@@ -103,7 +104,7 @@ class LmdbControlMachine(ControlStoreMachine):
 
 
 # Most of a step is the fsync of its commit.
-steps = settings(max_examples=max(12, settings().max_examples // 10), stateful_step_count=25)
+steps = settings(max_examples=max(20, settings().max_examples // 5), stateful_step_count=25)
 LmdbIndexMachine.TestCase.settings = LmdbControlMachine.TestCase.settings = steps
 TestLmdbIndexMachine = LmdbIndexMachine.TestCase
 TestLmdbControlMachine = LmdbControlMachine.TestCase
@@ -229,7 +230,9 @@ def test_a_full_map_grows(tmp_path: Path) -> None:
         index.close()
 
 
-def test_a_full_map_grows_under_readers(tmp_path: Path) -> None:
+@pytest.mark.timeout(60, method="thread")  # a wait inside the binding cannot be interrupted
+def test_readers_that_never_pause_do_not_stop_a_writer(tmp_path: Path) -> None:
+    """Growth and refused publishes abort a transaction, and the binding's abort waits until nobody reads."""
     index = LmdbIndex(tmp_path / "index", map_bytes=limits.index_map_bytes_min)
     keys, records = make_keys(12_000), make_records(12_000)
     publish(index, keys[:100], records[:100])
@@ -237,22 +240,28 @@ def test_a_full_map_grows_under_readers(tmp_path: Path) -> None:
     wrong: list[object] = []
 
     def read() -> None:
-        while not done.wait(0.001):  # spinning readers would only fight for the GIL
+        while not done.is_set():
             present, found = index.lookup(keys[:100])
             if not present.all() or found.tobytes() != records[:100].tobytes():
                 wrong.append(found)
 
-    readers = [threading.Thread(target=read) for _ in range(2)]
+    def refuse() -> None:
+        raise StaleFence("as planned")
+
+    readers = [threading.Thread(target=read) for _ in range(3)]
     try:
         for reader in readers:
             reader.start()
         for at in range(0, 12_000, 1500):
+            for _ in range(20):
+                with pytest.raises(StaleFence):
+                    publish(index, keys[at : at + 1500], records[at : at + 1500], admit=refuse)
             publish(index, keys[at : at + 1500], records[at : at + 1500])
+        assert index.count() == 12_000
     finally:
         done.set()
         for reader in readers:
             reader.join()
-        assert index.count() == 12_000
         index.close()
     assert not wrong
 
@@ -508,6 +517,13 @@ def test_a_load_of_several_transactions(index: LmdbIndex, monkeypatch: pytest.Mo
     assert_holds(index, keys, records)
 
 
+def test_a_sorted_load_fills_its_pages(tmp_path: Path) -> None:
+    index = LmdbIndex(tmp_path / "index", map_bytes=MAP)
+    index.load(iter([(make_keys(20_000), make_records(20_000))]))
+    index.close()
+    assert (tmp_path / "index" / "data.mdb").stat().st_size < 20_000 * 120  # 104 with keys and node headers
+
+
 # --- processes ------------------------------------------------------------------------------------------------
 
 
@@ -531,6 +547,65 @@ def test_a_forked_child_is_refused(index: LmdbIndex, tmp_path: Path) -> None:
         assert control.release(lease)
     finally:
         control.close()
+
+
+def test_a_forked_child_may_open_others(index: LmdbIndex, tmp_path: Path) -> None:
+    def open_other() -> bool:
+        signal.alarm(60)  # instead of waiting forever
+        other = LmdbIndex(tmp_path / "other", map_bytes=MAP)
+        publish(other, make_keys(3), make_records(3))
+        other.close()
+        return True
+
+    with environment._environments_lock:  # as if another thread of the parent were just opening
+        assert in_child(open_other) == "True"
+    assert "spawn" in in_child(lambda: LmdbIndex(tmp_path / "index", map_bytes=MAP))
+    other = LmdbIndex(tmp_path / "other", map_bytes=MAP)
+    assert other.count() == 3
+    other.close()
+
+
+FORKING = """
+import os, sys
+from perdure.catalog.lmdb import LmdbIndex
+from perdure.errors import StoreClosed
+from perdure.testing.catalog_samples import make_keys, make_records, publish
+
+index = LmdbIndex(sys.argv[1], map_bytes=1 << 20)
+keys, records = make_keys(8), make_records(8)
+publish(index, keys[:4], records[:4])
+index.lookup(keys)
+
+def fork_and_end():
+    if os.fork() == 0:
+        sys.exit(3)  # unlike os._exit: every object is freed
+    print(os.waitstatus_to_exitcode(os.wait()[1]), flush=True)
+
+def fork_and_go_on():
+    if os.fork():
+        print(os.waitstatus_to_exitcode(os.wait()[1]), flush=True)
+
+fork_and_end()
+index.lookup(keys)
+publish(index, keys[:6], records[:6], admit=fork_and_end)
+try:
+    publish(index, keys, records, admit=fork_and_go_on)
+except StoreClosed:
+    sys.exit(4)
+print(index.count())
+index.close()
+"""
+
+
+def test_a_forked_child_that_ends_does_not_touch_its_parent(tmp_path: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", FORKING, str(tmp_path / "index")],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert done.stdout.split() == ["3", "3", "4", "8"], done.stderr
 
 
 def test_a_fork_while_another_thread_writes(index: LmdbIndex) -> None:

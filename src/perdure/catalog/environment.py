@@ -15,6 +15,7 @@ Contract
 
 from __future__ import annotations
 
+import ctypes
 import errno
 import os
 import threading
@@ -101,6 +102,7 @@ class Environment:
     def __init__(self, path: Path, kind: Kind, map_bytes: int, read_only: bool):
         self.path, self.kind, self.read_only = path, kind, read_only
         self.users = 1
+        self._pid = os.getpid()
         self._names = ("about", *kind.databases)
         self._gate = _Gate()
         self._write_lock = threading.Lock()
@@ -204,28 +206,31 @@ class Environment:
                 self._gate.leave()
             self._write("reading", self._adopt_map)
 
-    def write(self, action: str, database: Any, body: Callable[[Transaction], tuple[bool, Result]]) -> Result:
-        """`body` in one write transaction; it returns (commit?, result) and may run again after the map was grown.
-
-        What `body` raises aborts the transaction and is raised here. Other writers wait, readers do not.
+    def write(self, action: str, database: Any, body: Callable[[Transaction], Result]) -> Result:
+        """`body` in one write transaction; may run again after the map was grown. If it changes nothing, nothing is
+        written or fsynced. What it raises aborts the transaction and is raised here. Other writers wait, readers don't.
         """
 
         def transact() -> Result:
             txn = self._lmdb.begin(db=database, write=True)
             try:
-                changed, result = body(txn)
+                result = body(txn)
+                if os.getpid() != self._pid:
+                    raise StoreClosed("a callback forked; the child must not go on with its parent's transaction")
             except BaseException:
-                txn.abort()
-                raise
-            if changed:
-                try:
-                    txn.commit()
-                except lmdb.MapFullError:
+                if os.getpid() != self._pid:
                     raise
-                except lmdb.Error as problem:
-                    raise self._error(f"{action}: commit", problem, "read it again: it may have happened") from problem
-            else:
-                txn.abort()
+                # The binding's abort waits for a moment without any call in LMDB. Under steady reading that moment may
+                # not come for minutes, so the readers are held back for it; commits don't wait.
+                with self._gate.alone():
+                    txn.abort()
+                raise
+            try:
+                txn.commit()
+            except lmdb.MapFullError:
+                raise
+            except lmdb.Error as problem:
+                raise self._error(f"{action}: commit", problem, "read it again: it may have happened") from problem
             return result
 
         return self._write(action, transact)
@@ -280,6 +285,9 @@ class Environment:
             self._gate.closed = True
             self._lmdb.close()
 
+    def never_free(self) -> None:
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(self._lmdb))
+
     def _error(self, action: str, problem: lmdb.Error, outcome: str = "nothing was changed") -> CatalogError:
         place = f"{self.kind.name} {self.path}: {action}: {problem}"
         if isinstance(problem, _DAMAGE):
@@ -310,7 +318,7 @@ class Connection:
         self.check_open()
         return self._environment.read(database, body)
 
-    def write(self, action: str, database: Any, body: Callable[[Transaction], tuple[bool, Result]]) -> Result:
+    def write(self, action: str, database: Any, body: Callable[[Transaction], Result]) -> Result:
         self.check_open()
         if self._read_only:
             raise ReadOnlyStore(f"{self._environment.kind.name} {self._environment.path}: {action}: opened read-only")
@@ -346,6 +354,11 @@ _environments_lock = threading.Lock()
 def _attach(path: Path, kind: Kind, map_bytes: int, read_only: bool) -> Environment:
     with _environments_lock:
         identity = _identity(path)
+        if identity is not None and identity in _parents:
+            raise CatalogError(
+                f"{kind.name} {path}: is open in the process that this one was forked from; open it after forking, or "
+                "start processes with spawn"
+            )
         for environment in _environments:
             if environment.identity == identity:
                 if environment.kind != kind:
@@ -376,11 +389,16 @@ def _sync_directory(path: Path) -> None:
         os.close(descriptor)
 
 
-def _forget_parents_environments() -> None:
+def _after_fork_in_child() -> None:
+    """Leave the parent's environments alone for good: the binding would close them when their last reference goes (at
+    the latest when the child ends), which gives the parent's place in the table of readers to others, or waits forever
+    for a thread that was inside LMDB and exists only in the parent. So that reference never goes."""
     global _environments, _environments_lock
-    _inherited.extend(_environments)  # kept alive: their finalizers must not run in the child
+    for environment in _environments:
+        environment.never_free()
+        _parents.add(environment.identity)
     _environments, _environments_lock = [], threading.Lock()
 
 
-_inherited: list[Environment] = []
-os.register_at_fork(after_in_child=_forget_parents_environments)
+_parents: set[tuple[int, int] | None] = set()
+os.register_at_fork(after_in_child=_after_fork_in_child)

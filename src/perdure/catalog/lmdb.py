@@ -62,10 +62,7 @@ class LmdbIndex:
         wanted = codec.key_list(keys)
 
         def find(txn: Transaction) -> list[bytes]:
-            values: list[bytes] = []
-            for stride in _strides(wanted):
-                values += map(txn.get, stride, repeat(_ABSENT))
-            return values
+            return list(map(txn.get, wanted, repeat(_ABSENT)))
 
         values = self._connection.read(self._blocks, find)
         present = np.fromiter(map(is_not, values, repeat(_ABSENT)), np.bool_, len(values))
@@ -74,17 +71,7 @@ class LmdbIndex:
     def prefix(self, keys: KeyArray) -> int:
         # No galloping: without round trips, asking one by one stops exactly at the hole.
         wanted = codec.key_list(keys)
-
-        def leading(txn: Transaction) -> int:
-            cursor, found = txn.cursor(), 0
-            for stride in _strides(wanted):
-                hits = len(list(takewhile(cursor.set_key, stride)))
-                found += hits
-                if hits < len(stride):
-                    break
-            return found
-
-        return self._connection.read(self._blocks, leading)
+        return self._connection.read(self._blocks, lambda txn: len(list(takewhile(txn.cursor().set_key, wanted))))
 
     def scan(self, start: bytes, limit: int) -> tuple[KeyArray, RecordArray]:
         def collect(txn: Transaction) -> tuple[list[bytes], list[bytes]]:
@@ -127,17 +114,17 @@ class LmdbIndex:
         wanted = codec.key_list(keys)
         values = codec.record_list(records, len(wanted))
 
-        def change(txn: Transaction) -> tuple[bool, NDArray[np.uint8]]:
+        def change(txn: Transaction) -> NDArray[np.uint8]:
             if admit is not None:
                 admit()
             present: list[bytes | None] = list(map(txn.get, wanted))
             results, replaced = _decide(wanted, present, records, now_s, is_draining)
             writing = np.flatnonzero(results != _EXISTS)
             if len(writing) == 0:
-                return False, results
+                return results
             _put(txn, [(wanted[at], values[at]) for at in writing.tolist()])
             self._account(txn, records[writing], replaced)
-            return True, results
+            return results
 
         return self._connection.write("publishing", self._blocks, change)
 
@@ -145,14 +132,14 @@ class LmdbIndex:
         wanted = codec.key_list(keys)
         expected, values = codec.record_list(old, len(wanted)), codec.record_list(new, len(wanted))
 
-        def change(txn: Transaction) -> tuple[bool, NDArray[np.bool_]]:
+        def change(txn: Transaction) -> NDArray[np.bool_]:
             swapped = np.zeros(len(wanted), np.bool_)
             for at, (key, before, after) in enumerate(zip(wanted, expected, values, strict=True)):
                 if txn.get(key) == before:
                     swapped[at] = True
                     txn.put(key, after)
             self._account(txn, new[swapped], old[swapped])
-            return bool(swapped.any()), swapped
+            return swapped
 
         return self._connection.write("replacing records", self._blocks, change)
 
@@ -160,7 +147,7 @@ class LmdbIndex:
         wanted = codec.key_list(keys)
         expected = [None] * len(wanted) if old is None else codec.record_list(old, len(wanted))
 
-        def change(txn: Transaction) -> tuple[bool, NDArray[np.bool_]]:
+        def change(txn: Transaction) -> NDArray[np.bool_]:
             removed = np.zeros(len(wanted), np.bool_)
             gone: list[bytes] = []
             for at, (key, before) in enumerate(zip(wanted, expected, strict=True)):
@@ -170,7 +157,7 @@ class LmdbIndex:
                     gone.append(present)
                     txn.delete(key)
             self._account(txn, codec.records_from([]), codec.records_from(gone))
-            return bool(gone), removed
+            return removed
 
         return self._connection.write("removing records", self._blocks, change)
 
@@ -182,21 +169,12 @@ class LmdbIndex:
             inserted += self._connection.write("loading", self._blocks, partial(self._load_share, keys, records))
         return inserted
 
-    def _load_share(self, keys: list[bytes], records: RecordArray, txn: Transaction) -> tuple[bool, int]:
+    def _load_share(self, keys: list[bytes], records: RecordArray, txn: Transaction) -> int:
         """`keys` sorted, each once."""
-        cursor = txn.cursor()
-        behind_all = not cursor.last() or cursor.key() < keys[0]
-        if not behind_all:
-            absent = [at for at, value in enumerate(map(txn.get, keys)) if value is None]
-            keys, records = [keys[at] for at in absent], records[absent]
-        if not keys:
-            return False, 0
-        items = zip(keys, codec.record_list(records, len(keys)), strict=True)
-        _, added = cursor.putmulti(items, overwrite=False, append=behind_all)  # appending fills the pages
-        if added != len(keys):
-            raise CatalogError(f"{added} of {len(keys)} records could be loaded: the block index is damaged")
-        self._account(txn, records, codec.records_from([]))
-        return True, added
+        absent = [at for at, value in enumerate(map(txn.get, keys)) if value is None]
+        _put(txn, list(zip([keys[at] for at in absent], codec.record_list(records[absent], len(absent)), strict=True)))
+        self._account(txn, records[absent], codec.records_from([]))
+        return len(absent)
 
     def _account(self, txn: Transaction, added: RecordArray, removed: RecordArray) -> None:
         """Usage follows the records in their own transaction, so it is exact whatever is killed when."""
@@ -223,14 +201,12 @@ class LmdbIndex:
         if len(pairs) == 0:
             return
 
-        def change(txn: Transaction) -> tuple[bool, None]:
+        def change(txn: Transaction) -> None:
             names = _bucket_names(pairs)
             before = b"".join(map(txn.get, names, repeat(b"")))
             merged = codec.latest(np.concatenate([codec.recency_from(before), pairs]))
-            if merged.tobytes() == before:
-                return False, None
-            _put(txn, _buckets(merged))
-            return True, None
+            if merged.tobytes() != before:
+                _put(txn, _buckets(merged))
 
         self._connection.write("remembering recency", self._recency, change)
 
@@ -246,18 +222,16 @@ class LmdbIndex:
         if len(gone) == 0:
             return
 
-        def change(txn: Transaction) -> tuple[bool, None]:
+        def change(txn: Transaction) -> None:
             names = _bucket_names(gone)
             before = codec.recency_from(b"".join(map(txn.get, names, repeat(b""))))
             kept = before[~np.isin(before["fingerprint"], gone["fingerprint"])]
-            if len(kept) == len(before):
-                return False, None
-            remaining = dict(_buckets(kept))
-            for name in names:
-                if name not in remaining:
-                    txn.delete(name)
-            _put(txn, list(remaining.items()))
-            return True, None
+            if len(kept) < len(before):
+                remaining = dict(_buckets(kept))
+                for name in names:
+                    if name not in remaining:
+                        txn.delete(name)
+                _put(txn, list(remaining.items()))
 
         self._connection.write("forgetting recency", self._recency, change)
 
@@ -269,12 +243,6 @@ class LmdbIndex:
 
     def close(self) -> None:
         self._connection.close()
-
-
-def _strides(keys: list[bytes]) -> Iterator[list[bytes]]:
-    """One call into LMDB per key is made without the interpreter's eval loop, so no other thread runs meanwhile."""
-    size = limits.index_read_stride_blocks
-    return (keys[at : at + size] for at in range(0, len(keys), size))
 
 
 def _put(txn: Transaction, items: list[tuple[bytes, bytes]]) -> None:

@@ -55,15 +55,15 @@ class LmdbControl:
         if new is not None and len(new) > limits.document_bytes_max:
             raise InvalidArgument(f"document of {len(new)} bytes: {limits.document_bytes_max} are possible")
 
-        def change(txn: Transaction) -> tuple[bool, bool]:
+        def change(txn: Transaction) -> bool:
             present = txn.get(name)
             if present != expected:
-                return False, False
+                return False
             if new is None:
                 txn.delete(name)
             elif new != present:
                 txn.put(name, new)
-            return new != present, True
+            return True
 
         return self._connection.write("setting a document", self._documents, change)
 
@@ -87,11 +87,9 @@ class LmdbControl:
     def put_segment(self, record: SegmentRecord) -> None:
         value = codec.pack_segment(codec.check_segment(record))
 
-        def change(txn: Transaction) -> tuple[bool, None]:
-            if txn.get(record.segment) == value:
-                return False, None
-            txn.put(record.segment, value)
-            return True, None
+        def change(txn: Transaction) -> None:
+            if txn.get(record.segment) != value:
+                txn.put(record.segment, value)
 
         self._connection.write("recording a segment", self._segments, change)
 
@@ -102,7 +100,7 @@ class LmdbControl:
 
     def delete_segment(self, segment: bytes) -> None:
         name = codec.check_name("segment", segment)
-        self._connection.write("deleting a segment record", self._segments, lambda txn: (txn.delete(name), None))
+        self._connection.write("deleting a segment record", self._segments, lambda txn: txn.delete(name))
 
     def segments(self) -> list[SegmentRecord]:
         entries: list[tuple[bytes, bytes]] = self._connection.read(self._segments, lambda txn: list(txn.cursor()))
@@ -115,7 +113,7 @@ class LmdbControl:
         codec.check_name("lease holder", holder)
         deadline_s = codec.check_time("now_s", now_s) + codec.check_ttl(ttl_s)
 
-        def change(txn: Transaction) -> tuple[bool, Lease | None]:
+        def change(txn: Transaction) -> Lease | None:
             raw = txn.get(scope)
             present = None if raw is None else codec.unpack_lease(scope, raw)
             if present is None or present.deadline_s <= now_s:
@@ -123,29 +121,29 @@ class LmdbControl:
             elif present.holder == holder:
                 lease = replace(present, deadline_s=deadline_s)
             else:
-                return False, None
+                return None
             txn.put(scope, codec.pack_lease(lease))
-            return True, lease
+            return lease
 
         return self._connection.write("acquiring a lease", self._leases, change)
 
     def renew(self, lease: Lease, now_s: float, ttl_s: float) -> Lease | None:
         renewed = replace(lease, deadline_s=codec.check_time("now_s", now_s) + codec.check_ttl(ttl_s))
 
-        def change(txn: Transaction) -> tuple[bool, Lease | None]:
+        def change(txn: Transaction) -> Lease | None:
             if not _is_held(txn, lease):
-                return False, None
+                return None
             txn.put(lease.scope, codec.pack_lease(renewed))
-            return True, renewed
+            return renewed
 
         return self._connection.write("renewing a lease", self._leases, change)
 
     def release(self, lease: Lease) -> bool:
-        def change(txn: Transaction) -> tuple[bool, bool]:
+        def change(txn: Transaction) -> bool:
             held = _is_held(txn, lease)
             if held:
                 txn.delete(lease.scope)
-            return held, held
+            return held
 
         return self._connection.write("releasing a lease", self._leases, change)
 
@@ -161,10 +159,10 @@ class LmdbControl:
         if len(listed) > limits.pin_blocks_max:
             raise InvalidArgument(f"pin of {len(listed)} keys: {limits.pin_blocks_max} are possible")
 
-        def change(txn: Transaction) -> tuple[bool, int]:
+        def change(txn: Transaction) -> int:
             pin_id = self._count(txn, b"pin id")
             txn.put(pin_id.to_bytes(_U64, "big"), codec.pack_pin(Pin(pin_id, owner, deadline_s, listed)))
-            return True, pin_id
+            return pin_id
 
         return self._connection.write("pinning", self._pins, change)
 
@@ -172,9 +170,8 @@ class LmdbControl:
         if not 0 <= pin_id < 1 << 64:
             return False
 
-        def change(txn: Transaction) -> tuple[bool, bool]:
-            gone = bool(txn.delete(pin_id.to_bytes(_U64, "big")))
-            return gone, gone
+        def change(txn: Transaction) -> bool:
+            return bool(txn.delete(pin_id.to_bytes(_U64, "big")))
 
         return self._connection.write("unpinning", self._pins, change)
 
@@ -189,9 +186,8 @@ class LmdbControl:
         def is_owners_lease(name: bytes, raw: bytes) -> bool:
             return codec.unpack_lease(name, raw).holder.startswith(owner)
 
-        def change(txn: Transaction) -> tuple[bool, int]:
-            count = _delete_where(txn, self._pins, is_owners_pin) + _delete_where(txn, self._leases, is_owners_lease)
-            return count > 0, count
+        def change(txn: Transaction) -> int:
+            return _delete_where(txn, self._pins, is_owners_pin) + _delete_where(txn, self._leases, is_owners_lease)
 
         return self._connection.write("ending an owner", self._pins, change)
 
@@ -201,9 +197,8 @@ class LmdbControl:
         def is_past(name: bytes, raw: bytes) -> bool:
             return codec.unpack_pin(int.from_bytes(name, "big"), raw).deadline_s <= now_s
 
-        def change(txn: Transaction) -> tuple[bool, int]:
-            count = _delete_where(txn, self._pins, is_past)
-            return count > 0, count
+        def change(txn: Transaction) -> int:
+            return _delete_where(txn, self._pins, is_past)
 
         return self._connection.write("expiring pins", self._pins, change)
 
