@@ -1,0 +1,40 @@
+"""`perdure demo`: a real model's context outlives the process that computed it.
+
+Separate processes, one after another: one prefills a guide of 4,000 tokens, answers, and is killed with SIGKILL; the
+next restores and answers the same; a third restores once and answers three other questions; then one byte on the disk
+is flipped and the question asked again. Every answer is compared, token by token, with a cold one.
+
+`run` returns 0 if all tokens are identical and every step did what it says, else 1. It leaves the store behind.
+"""
+
+from __future__ import annotations
+
+import json as _json
+import sys
+from pathlib import Path
+from typing import Any
+
+
+def run(
+    directory: Path,
+    *,
+    json: bool = False,
+    tokens: int | None = None,
+    answer_tokens: int = 24,
+    model_cache: Path | None = None,
+) -> int:
+    """Run the demo with its store in `directory`; report on stdout, progress on stderr. Returns the exit status.
+
+    tokens: how much of the guide to use, default all of it. model_cache: where the converted model is kept (538 MB),
+    default $PERDURE_MODEL_CACHE, else perdure/ in the user's cache directory. Raises PerdureError if a step cannot run.
+    """
+    from perdure.demo import report, scenes
+
+    outcome: dict[str, Any] = scenes.play(
+        Path(directory), context_tokens=tokens, answer_tokens=answer_tokens, model_cache=model_cache
+    )
+    if json:
+        sys.stdout.write(_json.dumps(outcome, indent=2) + "\n")
+    else:
+        report.show(outcome)
+    return 0 if outcome["ok"] else 1

@@ -1,0 +1,138 @@
+"""What the demo shows: progress while it runs (stderr), a table at the end (stdout)."""
+
+from __future__ import annotations
+
+import time
+from types import TracebackType
+from typing import Any
+
+from perdure.demo.process import Child, perform
+
+_TITLES = {
+    "model": "model and prompts",
+    "cold": "1 prefill, answer, be killed",
+    "restored": "2 restore, answer",
+    "forked": "3 restore once, fork",
+    "compare": "4 cold answers to compare",
+    "flipped": "5 ask after a flipped byte",
+}
+
+
+class Stage:
+    """Shows which process runs and how far it is: bars on a terminal, one line per scene elsewhere."""
+
+    def __enter__(self) -> Stage:
+        from rich.console import Console
+        from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+
+        self.seconds: dict[str, float] = {}  # per scene
+        self._console = Console(stderr=True)
+        self._bars = Progress(
+            TextColumn("{task.description}"), BarColumn(bar_width=16), TextColumn("{task.fields[what]}"),
+            TimeElapsedColumn(), console=self._console, disable=not self._console.is_terminal,
+        )  # fmt: skip
+        self._bars.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._bars.stop()
+
+    def scene(self, name: str, job: dict[str, Any]) -> dict[str, Any]:
+        """Run one job in a process of its own."""
+        note = self._begin(name)
+        answer = perform(job, note)
+        self._end(name)
+        return answer
+
+    def killed(self, name: str, job: dict[str, Any]) -> dict[str, Any]:
+        """Run a job, and kill its process with SIGKILL as soon as it has given its result."""
+        note = self._begin(name)
+        with Child(job, note) as child:
+            answer = child.result()
+            child.kill()
+            answer["signal"] = -child.process.returncode
+        self._end(name)
+        return answer
+
+    def _begin(self, name: str) -> Any:
+        self._started = time.monotonic()
+        self._task = task = self._bars.add_task(_TITLES[name], total=None, what="starting")
+        if not self._console.is_terminal:
+            self._console.print(_TITLES[name], highlight=False)
+
+        def note(what: str, done: int, total: int | None) -> None:
+            shown = f"{what} {100 * done // total} %" if total else what
+            self._bars.update(task, completed=done, total=total, what=shown)
+
+        return note
+
+    def _end(self, name: str) -> None:
+        self.seconds[name] = round(time.monotonic() - self._started, 1)
+        self._bars.update(self._task, total=1, completed=1, what="done")
+
+
+def show(outcome: dict[str, Any]) -> None:
+    """The outcome for people, on stdout."""
+    from rich.console import Console
+    from rich.text import Text
+
+    console = Console()
+    console.print(_table(outcome))
+    for number, row in enumerate(outcome["rows"]):
+        question = outcome["questions"][number - 1 if 2 <= number <= len(outcome["questions"]) else 0]
+        console.print(Text(f"{row['name']}: {question}\n    {' '.join(row['text'].split())}"), highlight=False)
+    stored, flip = outcome["stored"], outcome["flip"]
+    lines = f"""
+stored: {stored["stored_blocks"]} of {stored["present_blocks"]} blocks were new, \
+{stored["stored_bytes"] / 1e6:.0f} MB of KV in {stored["store_s"]:.2f} s
+flipped: byte {flip["offset"]} of {flip["file"]}: block {flip["position"]}
+perdure explain {outcome["store"]} {flip["key"]}
+    then: {flip["verdict"]}
+    now:  {flip["verdict_after"]}; {len(flip["incidents"])} incident(s)
+{outcome["seconds"]} s, and {outcome["setup_s"]} s to get the model ready
+look at what is left: perdure status {outcome["store"]}
+"""
+    console.print(Text(lines), highlight=False, soft_wrap=True)
+    for check, passed in outcome["checks"].items():
+        console.print(
+            Text(f"{'yes' if passed else 'NO '}  {check}", style="" if passed else "bold red"), highlight=False
+        )
+
+
+def _table(outcome: dict[str, Any]) -> Any:
+    from rich import box
+    from rich.table import Table
+
+    table = Table(
+        title=f"{outcome['context_tokens']:,} tokens of context, SmolLM2-135M in fp32, "
+        f"blocks of {outcome['block_tokens']} tokens",
+        caption="first token: from token ids to the first token of the answer, with the model\n"
+        "loaded and warmed up; cold: the same prompt without a store. Fork 1 includes\n"
+        "the restore that the forks share. Reads are past the page cache where the\n"
+        "file system allows it.",
+        caption_justify="left",
+        box=box.SIMPLE_HEAD,
+        padding=0,
+        pad_edge=False,
+        show_edge=False,
+    )
+    headings = ("", "first\ntoken", "\ncold", "\nfaster", "tokens\nprefilled", "\nrestored", "\nGB/s",
+                "tokens\nidentical", "logits\ndiffer")  # fmt: skip
+    for heading in headings:
+        table.add_column(heading, justify="right" if heading else "left", no_wrap=True)
+    for row in outcome["rows"]:
+        cold = row["name"] == "cold"
+        table.add_row(
+            row["name"],
+            f"{row['first_token_s']:.2f} s",
+            "" if cold else f"{row['cold_first_token_s']:.2f} s",
+            "" if cold else f"{row['cold_first_token_s'] / row['first_token_s']:.0f} x",
+            f"{row['prefilled_tokens']:,}",
+            f"{row['restored_bytes'] / 1e6:.0f} MB" if row["restored_bytes"] else "",
+            f"{row['restored_bytes_per_s'] / 1e9:.2f}" if row["restored_bytes"] else "",
+            "" if cold else "yes" if row["tokens_identical"] else "[bold red]NO[/]",
+            "" if cold else f"{row['logits_differ_max']:.1g}",
+        )
+    return table
