@@ -342,6 +342,9 @@ def _publish(
         present, theirs = core.locate(names[~visible])
         show(core, names[~visible][present], theirs[present], only_absent=True)
     report.statuses[todo[done]] = np.where(visible, WriteStatus.STORED, WriteStatus.EXISTS)
+    if report.reasons:  # of an attempt before room was made
+        for position in todo[done].tolist():
+            report.reasons.pop(position, None)
     report.stored_bytes += int(record_bytes_array(records["stored_bytes"])[visible].sum())
     return terms.durability == Durability.EPHEMERAL
 

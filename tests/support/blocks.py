@@ -6,6 +6,7 @@ Also the questions every fault test ends with: is what was stored still there an
 from __future__ import annotations
 
 import hashlib
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -36,11 +37,13 @@ def chain(space: Keyspace, number: int, blocks: int) -> KeyArray:
     return space.chain(tokens)
 
 
+@lru_cache(512)
 def content(key: bytes, nbytes: int) -> NDArray[np.uint8]:
     """Bytes of the block `key`: half of them compress, no two pages are alike."""
     seed = int.from_bytes(hashlib.blake2b(key, digest_size=8).digest(), "little")
     raw = np.random.Generator(np.random.SFC64(seed)).integers(0, 256, nbytes, np.uint8)
     raw[1::2] &= 3
+    raw.flags.writeable = False
     return raw
 
 
