@@ -30,6 +30,7 @@ from perdure.catalog.api import (
     SegmentState,
     fingerprints,
 )
+from perdure.catalog.codec import satisfies
 from perdure.clock import Clock, SteadyWall
 from perdure.directory import Identity
 from perdure.errors import CatalogError
@@ -305,9 +306,10 @@ class Core:
         """Present mask and records, publishes that are still on their way to the catalog included."""
         pending = self.pending.among(keys)  # first: what is committed in between is found in the index
         present, records = self.index.lookup(keys)
-        for position, record in pending.items():
-            if not present[position]:
-                present[position], records[position] = True, record
+        for place, record in pending.items():
+            at = slice(place, place + 1)
+            if not (present[place] and satisfies(records[at], np.array([record], RECORD), self.expiry_now())[0]):
+                present[place], records[place] = True, record
         return present, records
 
     def alive(self, present: NDArray[np.bool_], records: RecordArray) -> NDArray[np.bool_]:
