@@ -74,12 +74,13 @@ def test_ttl_is_kept_to(opened: Opening, clock: FakeClock, ttl_s: float, durabil
     space = keyspace(store)
     assert write(space, chain(space, 1, 3), ttl_s=ttl_s, durability=durability) == [STORED] * 3
     assert write(space, chain(space, 2, 3), durability=durability) == [STORED] * 3
+    store.sync()
     clock.advance(ttl_s - 0.5)
     is_there(store, space, 1, there=True)
     clock.advance(ttl_s / 16 + 2.5)
     is_there(store, space, 1, there=False)
     is_there(store, space, 2, there=True)
-    assert write(space, chain(space, 1, 3), ttl_s=ttl_s) == [STORED] * 3
+    assert write(space, chain(space, 1, 3), ttl_s=ttl_s, durability=durability) == [STORED] * 3
     is_there(store, space, 1, there=True)
 
 

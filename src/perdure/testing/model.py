@@ -12,7 +12,8 @@ Contract
   what is pinned. A block that is found has its right content, always. A block that was acknowledged is found, unless it
   has expired, was damaged, or segments were dropped since and it was not pinned.
 - Capacity is never exceeded, by the books or by the files, and the books equal a recount (`recount`).
-- Time is a fake clock: nothing waits, nothing depends on how long a step takes.
+- Time is a fake clock that is also set, forward and back: nothing expires meanwhile that should not. Nothing waits,
+  nothing depends on how long a step takes.
 """
 
 from __future__ import annotations
@@ -65,7 +66,7 @@ spans = st.tuples(st.integers(0, CHAIN_BLOCKS - 1), st.integers(1, CHAIN_BLOCKS)
 class Truth:
     """What the model knows of one acknowledged block."""
 
-    durability: Durability
+    durability: Durability  # at most
     lives_until: float  # at least; wall seconds
     gone_from: float  # at the latest
     damaged: bool = False
@@ -95,6 +96,7 @@ class StoreMachine(RuleBasedStateMachine):
     def start(self, memory: str, codec: str) -> None:
         self.directory = Path(tempfile.mkdtemp(prefix="perdure-machine-"))
         self.clock = FakeClock()
+        self.stepped_s = 0.0  # how far somebody has set the wall clock
         self.memory, self.codec = memory, codec
         self.truths: list[dict[bytes, Truth]] = [{} for _ in SPACES]
         self.pins: list[tuple[PinHandle, int, set[bytes], float]] = []
@@ -121,14 +123,22 @@ class StoreMachine(RuleBasedStateMachine):
                 shutil.rmtree(self.directory)
 
     # --- what the model can tell
+    def now(self) -> float:
+        """Wall seconds, as a clock that nobody sets would show them."""
+        return self.clock.wall() - self.stepped_s
+
+    @property
+    def paused(self) -> bool:
+        return abs(self.stepped_s) > limits.clock_step_s_max
+
     def pick(self, place: int, number: int, span: tuple[int, int]) -> tuple[Keyspace, KeyArray]:
         space, (first, count) = self.spaces[place], span
         return space, chain(space, number, CHAIN_BLOCKS)[first : first + count]
 
     def allowed(self, place: int, key: bytes) -> set[int]:
         """Statuses that a read without a deadline may give."""
-        truth, now = self.truths[place].get(key), self.clock.wall()
-        if truth is None or not truth.may_be_found(now):
+        truth, now = self.truths[place].get(key), self.now()
+        if truth is None or not (truth.may_be_found(now) or self.paused):
             return {MISSING}
         if truth.must_be_found(now):
             return {FOUND}
@@ -144,7 +154,7 @@ class StoreMachine(RuleBasedStateMachine):
         if dropped == self.dropped:
             return
         self.dropped = dropped
-        now = self.clock.wall()
+        now = self.now()
         for place, truths in enumerate(self.truths):
             names = list(truths)
             for key, there in zip(names, self.spaces[place].present(names).tolist(), strict=True):
@@ -175,22 +185,27 @@ class StoreMachine(RuleBasedStateMachine):
         if repeat:
             keys = np.concatenate([keys, keys[::-1]])
         report = space.write(keys, blocks_of(keys, BLOCK_BYTES), durability=durability, ttl_s=ttl_s)
-        truths, now = self.truths[place], self.clock.wall()
+        truths, now = self.truths[place], self.now()
         lives_until = math.inf if ttl_s is None else now + ttl_s
         gone_from = math.inf if ttl_s is None else now + ttl_s * 17 / 16 + 2
+        # A copy is not replaced by one that promises less: the new copies of a write are as good as the best replaced.
+        before = [truths[key] for key in {key.tobytes() for key in keys} if key in truths]
+        most = max([durability, *(one.durability for one in before)])
+        gone_from = max([gone_from, *(one.gone_from for one in before)])
         stored: set[bytes] = set()
         for key, status in zip((key.tobytes() for key in keys), report.statuses.tolist(), strict=True):
             assert status in (STORED, EXISTS, REJECTED), report.reasons
             if status == STORED:
                 assert key not in stored
                 stored.add(key)
-                truths[key] = Truth(durability, lives_until, gone_from)
+                truths[key] = Truth(most, lives_until, gone_from)
             elif status == EXISTS:
                 truth = truths.get(key)
                 assert truth is not None, f"{key.hex()} was called present and never stored"
                 assert truth.durability >= durability
                 assert truth.gone_from >= lives_until
-                assert truth.may_be_found(now)
+                assert truth.may_be_found(now) or self.paused
+                truth.lives_until = max(truth.lives_until, lives_until)  # as this call was told
             else:
                 assert self.pins or any(one.damaged for some in self.truths for one in some.values()), report.reasons
         self.look_for_evicted()
@@ -248,6 +263,14 @@ class StoreMachine(RuleBasedStateMachine):
     def wait(self, seconds: float) -> None:
         self.clock.advance(seconds)
 
+    @rule(seconds=st.sampled_from([-86_400.0, -45.0, 45.0, 86_400.0]))
+    def set_the_clock(self, seconds: float) -> None:
+        """And back again, the next time."""
+        to_s = 0.0 if self.stepped_s else seconds
+        self.clock.step(to_s - self.stepped_s)
+        self.stepped_s = to_s
+        assert self.store.status()["expiry_paused"] == self.paused
+
     @rule()
     def background(self) -> None:
         self.keep_house(self.store)
@@ -256,6 +279,8 @@ class StoreMachine(RuleBasedStateMachine):
     @rule(wait=st.booleans())
     def reopen(self, wait: bool) -> None:
         self.store.close()
+        self.clock.step(-self.stepped_s)
+        self.stepped_s = 0.0
         self.pins.clear()  # they end with the process
         self.open(wait)
         assert self.store.status()["pins"] == 0
