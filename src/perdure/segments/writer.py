@@ -137,9 +137,9 @@ class SegmentWriter:
                 self._create(kind, need, reserve)
 
     def _grow(self, current: OpenSegment, need: int, reserve: bool) -> bool:
-        """Allocate more of an open segment (in few steps, from little, so that a small tenant stays small)."""
+        """Allocate more of an open segment (it doubles, so that a small tenant stays small)."""
         have = current.allocated_bytes
-        want = min(max(4 * have, current.tail + need), current.limit_bytes)
+        want = min(max(2 * have, current.tail + need), current.limit_bytes)
         if current.tail + need > want:
             return False
         with self._lock:  # a user like an append: it must not be sealed meanwhile
