@@ -148,7 +148,7 @@ class _Run:
         if job["kind"] != "reference":  # as an engine does: the store first, the model takes longer
             import perdure
 
-            self.store = perdure.open(job["store"], capacity=CAPACITY)
+            self.store = perdure.open(job["store"], capacity=CAPACITY, memory=0)  # every read is from the disk
         import torch
         from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -165,7 +165,7 @@ class _Run:
         self._ends = {self.tokenizer.eos_token_id, self.model.config.eos_token_id}
         self.cache: Any = None
         self.digest_s = 0.0
-        warm_up = [token % 1000 + 1000 for token in range(WARM_UP_TOKENS)]
+        warm_up = (job["prompts"][0][::-1] * WARM_UP_TOKENS)[:WARM_UP_TOKENS]
         self._prefill(warm_up, self.empty(), 0, len(warm_up) - 1, "warming up")
 
     def empty(self) -> Any:

@@ -1,0 +1,123 @@
+"""The demo with a tiny random model in place of the real one: every process and check of it, and what makes it fail."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import perdure
+from perdure.demo import process, report, run
+from perdure.demo.process import Child, DemoError, perform
+from perdure.engines import smollm
+
+ANSWER = 4
+BLOCK = 16
+TOKENS = 20 * BLOCK
+
+
+@pytest.fixture
+def model_cache(tmp_path: Path) -> Path:
+    """A tiny Llama with random weights where the converted model is looked for."""
+    torch = pytest.importorskip("torch", reason="torch is not installed: pip install perdure[transformers]")
+    transformers = pytest.importorskip("transformers", reason="transformers is not installed")
+    from tokenizers import Tokenizer, models, pre_tokenizers
+
+    cache = tmp_path / "models"
+    place = cache / f"smollm2-135m-instruct-fp32-{smollm.GGUF_SHA256[:12]}"
+    letters = Tokenizer(
+        models.BPE(vocab={"?": 0, **{chr(code): code for code in range(1, 256)}}, merges=[], unk_token="?")
+    )
+    letters.pre_tokenizer = pre_tokenizers.Split("", "isolated")
+    tokenizer = transformers.PreTrainedTokenizerFast(
+        tokenizer_object=letters, unk_token="?", chat_template="{{ messages[0]['content'] }}\n"
+    )
+    config = transformers.LlamaConfig(
+        vocab_size=256, hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, max_position_embeddings=2048, bos_token_id=None, eos_token_id=None,
+    )  # fmt: skip
+    model = transformers.LlamaForCausalLM(config)
+    generator = torch.Generator().manual_seed(3)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.dim() > 1:
+                parameter.normal_(0.0, 0.3, generator=generator)
+    tokenizer.save_pretrained(place)
+    model.save_pretrained(place)
+    (place / smollm._MARK).write_text("{}")
+    return cache
+
+
+def test_every_scene_plays_and_a_token_that_differs_is_a_failure(
+    tmp_path: Path, model_cache: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    honest = report.Stage.scene
+
+    def scene(stage: Any, name: str, job: dict[str, Any]) -> dict[str, Any]:
+        answer = honest(stage, name, job)
+        if name == "compare":  # as if the second branch had been answered in another way without a store
+            answer["answers"][1]["tokens"][-1] ^= 1
+        return answer
+
+    monkeypatch.setattr(report.Stage, "scene", scene)
+    store = tmp_path / "store"
+    assert run(store, json=True, tokens=TOKENS, answer_tokens=ANSWER, model_cache=model_cache) == 1
+    outcome = json.loads(capsys.readouterr().out)
+    assert [check for check, passed in outcome["checks"].items() if not passed] == [
+        "all answers are identical to the cold ones"
+    ]
+    rows = {row["name"]: row for row in outcome["rows"]}
+    assert [name for name, row in rows.items() if not row["tokens_identical"]] == ["fork 2"]
+    assert all(row["logits_differ_max"] < 1e-4 for row in rows.values())
+    assert outcome["context_tokens"] == TOKENS
+    assert rows["cold"]["prefilled_tokens"] == rows["cold"]["prompt_tokens"] > TOKENS
+    assert rows["restored"]["prefilled_tokens"] <= BLOCK
+    assert (
+        rows["restored"]["restored_tokens"] + rows["restored"]["prefilled_tokens"] == rows["restored"]["prompt_tokens"]
+    )
+    assert rows["byte flipped"]["prefilled_tokens"] == rows["restored"]["prefilled_tokens"] + BLOCK
+    assert outcome["killed_by_signal"] == 9
+    with perdure.open(store, read_only=True) as left:
+        assert left.status()["tenants"]["demo"]["blocks"] >= outcome["stored"]["stored_blocks"] > TOKENS // BLOCK
+        assert left.explain(bytes.fromhex(outcome["flip"]["key"]))["incidents"]
+    report.show(outcome)
+    shown = capsys.readouterr().out
+    assert "NO   all answers are identical" in shown
+    assert outcome["flip"]["key"] in shown
+
+
+def quiet(what: str, done: int, total: int | None) -> None:
+    pass
+
+
+def test_a_failing_process_is_reported_with_its_last_words(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(DemoError, match="the nothing process failed: KeyError: 'nothing'"):
+        perform({"kind": "nothing"}, quiet)
+    monkeypatch.setattr(process, "WORKER", "perdure.demo.no_such_module")
+    with pytest.raises(DemoError, match=r"ended with status 1: .*No module named perdure.demo.no_such_module"):
+        perform({"kind": "nothing"}, quiet)
+    monkeypatch.setattr(process, "WORKER", "this")  # prints what is not JSON, and ends well
+    with pytest.raises(DemoError, match="ended with status 0"):
+        perform({"kind": "nothing"}, quiet)
+
+
+def test_a_silent_process_is_given_up_and_killed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(process, "SILENCE_S", 0.05)
+    monkeypatch.setattr(process, "WORKER", "code")  # reads its job and waits for more
+    with Child({"kind": "restored"}, quiet) as child, pytest.raises(DemoError, match="said nothing"):
+        child.result()
+    assert child.process.poll() is not None
+
+
+def test_bad_arguments_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(perdure.PerdureError, match="at least"):
+        run(tmp_path, tokens=1, model_cache=tmp_path)
+
+
+def test_the_guide_is_long_enough() -> None:
+    from importlib import resources
+
+    guide = (resources.files("perdure.demo") / "guide.md").read_text(encoding="utf-8")
+    assert len(guide.split()) > 3200  # words; 4,188 tokens of SmolLM2
