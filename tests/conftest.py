@@ -20,6 +20,8 @@ from typing import TypedDict
 import pytest
 from hypothesis import HealthCheck, settings
 
+pytest.register_assert_rewrite("perdure.testing", "support")  # before anything imports them
+
 GRACE_S = 5.0  # for threads that were told to stop, and descriptors that a dying child still holds
 SHM = Path("/dev/shm")
 
