@@ -69,7 +69,7 @@ presence_load_max: Final = 0.6  # used slots / slots; 0.7 % of the keys leave th
 presence_gallop_first_keys: Final = 64
 presence_gallop_keys_max: Final = 4096  # 256 KiB of buckets: stays in the L2 cache
 pool_chunk_bytes: Final = 64 * MIB
-adapter_staging_bytes_max: Final = 256 * MIB  # what an engine adapter gathers or scatters at a time
+adapter_staging_bytes_max: Final = 64 * MIB  # what an engine adapter gathers or scatters at a time; two at once
 
 # --- lifetimes ------------------------------------------------------------------------------------------------
 lease_ttl_s_default: Final = 30.0
