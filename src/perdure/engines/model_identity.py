@@ -117,6 +117,8 @@ def _refuse_configuration(model: Any) -> None:
         raise InvalidArgument(f"{name} attends to later tokens; supported: {SUPPORTED}")
     if model.training:
         raise InvalidArgument(f"{name} is in training mode; call model.eval() first")
+    if model.device.type == "meta":
+        raise InvalidArgument(f"{name} is not in memory (offloaded or meta); load its weights first")
     if getattr(model, "_hf_peft_config_loaded", False) or hasattr(model, "peft_config"):
         raise InvalidArgument(f"{name} has adapters loaded that can be switched; merge the adapter into the weights")
     lengths = set(_rope_types(config)) & _ROPE_BY_LENGTH
