@@ -250,6 +250,7 @@ def test_pinned_is_never_evicted(opened: Opening, clock: FakeClock, durability: 
     for number in range(3):
         clock.advance(60)
         assert write(space, chain(space, number, PER_SEGMENT), durability=durability) == [STORED] * PER_SEGMENT
+    store.sync()  # what waits for its commit keeps its segment open
     pinned = np.concatenate([chain(space, number, PER_SEGMENT)[2:5] for number in range(3)])
     with space.pin(pinned, ttl_s=3600.0):
         fill(space, clock, range(10, 22))
