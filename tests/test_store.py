@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import HealthCheck, settings
+from hypothesis import HealthCheck, Phase, settings
 
 import perdure
 from perdure import Durability, Keyspace, Seams, StaleFence, Store, limits
@@ -69,10 +69,12 @@ class Machine(StoreMachine):
         )
 
 
+FUZZ = os.environ.get("PERDURE_FUZZ") == "1"
 Machine.TestCase.settings = settings(
-    max_examples=40,
+    max_examples=1000 if FUZZ else 40,
     stateful_step_count=50,
-    derandomize=True,
+    derandomize=not FUZZ,
+    phases=list(Phase) if FUZZ else [Phase.explicit, Phase.generate],  # shrinking takes longer than the test may
     deadline=None,
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much],
 )
