@@ -48,16 +48,26 @@ def commit(core: Core, publication: Publication) -> NDArray[np.bool_]:
             keys, records, now_s=core.expiry_now(), is_draining=core.table.is_draining, admit=admit
         )
         visible: NDArray[np.bool_] = results != PublishResult.EXISTS
-    except CatalogError:  # the outcome is unknown: what stands in the catalog decides
-        present, current = core.index.lookup(keys)
+    except CatalogError as problem:  # the outcome is unknown: what stands in the catalog decides
+        try:
+            present, current = core.index.lookup(keys)
+        except CatalogError:
+            _list(core, publication, np.ones(len(keys), bool))  # maybe: a segment that looks empty would be deleted
+            raise problem from None
         visible = present & (current == records)
         if not visible.any():
             raise
+    _list(core, publication, visible)
+    return visible
+
+
+def _list(core: Core, publication: Publication, visible: NDArray[np.bool_]) -> None:
+    """Let the writer know what its segments' index objects must list."""
+    records = publication.records
     for opened in publication.segments:
         mine = np.flatnonzero(visible & (records["segment"] == np.void(opened.segment)))
         if len(mine):
-            core.writer.published(opened, publication.keyspace, keys[mine], records[mine])
-    return visible
+            core.writer.published(opened, publication.keyspace, publication.keys[mine], records[mine])
 
 
 def show(core: Core, keys: KeyArray, records: RecordArray, *, only_absent: bool = False) -> None:

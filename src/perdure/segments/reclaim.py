@@ -22,7 +22,15 @@ from enum import Enum
 import numpy as np
 from numpy.typing import NDArray
 
-from perdure.catalog.api import BlockIndex, Durability, SegmentRecord, SegmentState, fingerprints
+from perdure.catalog.api import (
+    BlockIndex,
+    Durability,
+    KeyArray,
+    RecordArray,
+    SegmentRecord,
+    SegmentState,
+    fingerprints,
+)
 from perdure.errors import CatalogError
 from perdure.io.memory import Scratch
 from perdure.pool.dram import DramPool
@@ -229,6 +237,17 @@ class Reclaimer:
             for lease in leases:
                 lease.give_back()
 
+    def _replace(self, keys: KeyArray, old: RecordArray, new: RecordArray) -> NDArray[np.bool_]:
+        """Move records by compare-and-swap; where the answer is lost, what stands in the index is the answer."""
+        try:
+            return self._index.replace(keys, old, new)
+        except CatalogError:
+            present, current = self._index.lookup(keys)
+            moved: NDArray[np.bool_] = present & (current == new)
+            if not moved.any():
+                raise
+            return moved
+
     def _append(
         self,
         victim: SegmentRecord,
@@ -248,7 +267,7 @@ class Reclaimer:
                     opened.sync()
             moved = np.zeros(len(keys), bool)
             done = np.flatnonzero(appended.written)
-            moved[done] = self._index.replace(keys[done], old[done], appended.records[done])
+            moved[done] = self._replace(keys[done], old[done], appended.records[done])
             for opened in appended.segments:
                 mine = np.flatnonzero(moved & (appended.records["segment"] == np.void(opened.segment)))
                 if len(mine):

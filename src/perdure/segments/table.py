@@ -51,7 +51,8 @@ class SegmentTable:
             return [self._records[name] for name in sorted(self._records)]
 
     def is_draining(self, segment: bytes) -> bool:
-        return segment in self._draining
+        """Whether a segment is being given up, or is already: no "exists" may rely on a record in it."""
+        return segment in self._draining or segment not in self._records
 
     @property
     def any_expiring(self) -> bool:
