@@ -21,7 +21,6 @@ import perdure
 from perdure import BlockStatus, Keyspace, Store
 from perdure.catalog.api import KeyArray
 from perdure.io.faulty import Fault, NthFault
-
 from support import blocks
 
 BLOCK_BYTES = 60_000
