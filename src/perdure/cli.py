@@ -200,8 +200,7 @@ def _print_report(report: Report, as_json: bool) -> None:
         return
     from rich.console import Console
 
-    console = Console()
-    console.print(report.table(), width=max(console.width, 150))
+    Console(width=max(Console().width, 150)).print(report.table())
 
 
 def _table(title: str) -> tuple[Any, Any]:
