@@ -434,3 +434,124 @@ def test_lifetimes(opened: Opened) -> None:
 def test_explain_needs_a_whole_key(opened: Opened) -> None:
     with pytest.raises(perdure.InvalidArgument, match="64 hex digits"):
         opened.store.explain(b"short")
+
+
+# --- values of a wrong type: still a typed error, never one from the inside
+@pytest.mark.parametrize("value", [None, 5, b"x", ["x"], "\udcff"])
+@pytest.mark.parametrize("name", ["model", "weights", "tenant", "lora", "draft"])
+def test_identity_that_is_no_text(opened: Opened, name: str, value: Any) -> None:
+    good = {"model": "m", "weights": "sha256:00", "layout": LAYOUT, "tenant": "acme"}
+    with pytest.raises(perdure.InvalidArgument, match=name):
+        opened.store.keyspace(**(good | {name: value}))
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [(name, value) for name in ("block_tokens", "block_bytes") for value in (None, "16", 1.5, True)]
+    + [(name, value) for name in ("dtype", "order", "group", "scales", "isa") for value in (None, 5, b"x", "\udcff")]
+    + [(name, value) for name in ("layers", "kv_heads") for value in (None, "ab", (0, 1.5), ("a", "b"), (0, 2**70))]
+    + [("replicated", value) for value in (None, "no", 1)],
+)
+def test_layout_of_a_wrong_type(name: str, value: Any) -> None:
+    good = {"block_tokens": 16, "block_bytes": BLOCK, "dtype": "float16", "order": "LBHNC"}
+    with pytest.raises(perdure.InvalidArgument, match=name):
+        perdure.KVLayout(**(good | {name: value}))
+
+
+@pytest.mark.parametrize("layout", [None, {}, 5])
+def test_no_layout(opened: Opened, layout: Any) -> None:
+    with pytest.raises(perdure.InvalidArgument, match="KVLayout"):
+        opened.store.keyspace(model="m", weights="sha256:00", layout=layout, tenant="acme")
+
+
+@pytest.mark.parametrize("parent", ["k" * 32, b"", b"short", 5, np.zeros(32, np.uint8)])
+def test_a_parent_that_is_no_key(opened: Opened, parent: Any) -> None:
+    with pytest.raises(perdure.InvalidArgument, match="parent"):
+        opened.space.chain(np.arange(16), parent=parent)
+
+
+@pytest.mark.parametrize("extras", [5, [b"x"], {0: "x"}, {0: 5}, {"0": b"x"}, {-1: b"x"}, {3: b"x"}, {True: b"x"}])
+def test_extras_that_would_get_lost(opened: Opened, extras: Any) -> None:
+    """An image whose identity is not in the key would be mistaken for another one."""
+    with pytest.raises(perdure.InvalidArgument, match="extras"):
+        opened.space.chain(np.arange(40), extras=extras)
+
+
+def test_extras_of_the_partial_block_wait_for_it(opened: Opened) -> None:
+    assert (opened.space.chain(np.arange(40), extras={2: b"x"}) == opened.space.chain(np.arange(40))).all()
+    longer = opened.space.chain(np.arange(48), extras={2: b"x"})
+    assert (longer[2] != opened.space.chain(np.arange(48))[2]).any()
+
+
+@pytest.mark.parametrize("value", [None, "5", float("nan"), float("inf"), b"1", [1]])
+def test_times_of_a_wrong_type(opened: Opened, value: Any) -> None:
+    calls = [
+        lambda: opened.space.pin(opened.keys, ttl_s=value),
+        lambda: opened.space.reserve(opened.keys, ttl_s=value),
+    ]
+    if value is not None:
+        calls.append(lambda: opened.space.write(opened.keys, opened.data, ttl_s=value))
+    if value not in (None, float("inf")):
+        calls += [
+            lambda: opened.space.read(opened.keys, opened.data, deadline_s=value),
+            lambda: opened.space.write(opened.keys, opened.data, deadline_s=value),
+            lambda: opened.space.submit_read(opened.keys, opened.data.copy(), deadline_s=value).result(),
+            lambda: opened.space.advise(opened.keys, prefill_tokens_per_s=value),
+        ]
+    for call in calls:
+        with pytest.raises(perdure.InvalidArgument, match="_s="):
+            call()
+    assert opened.store.status()["pins"] == 0
+
+
+def test_a_submitted_call_refuses_what_the_call_refuses(opened: Opened) -> None:
+    for verb in (opened.space.submit_read, opened.space.submit_write):
+        with pytest.raises(perdure.InvalidArgument, match="deadline_s"):
+            verb(opened.keys, opened.data.copy(), deadline_s=-1.0).result()
+
+
+@pytest.mark.parametrize("deadline_s", [float("inf"), 1e300, 10**12])
+def test_a_deadline_beyond_all_clocks_is_none(opened: Opened, deadline_s: Any) -> None:
+    more = opened.space.chain(np.arange(1000, 1016))
+    assert opened.space.write(more, content(1), deadline_s=deadline_s).stored == 1
+    assert opened.space.submit_read(more, np.zeros(BLOCK, np.uint8), deadline_s=deadline_s).result().usable == 1
+
+
+@pytest.mark.parametrize("value", [5, "x", b"x"])
+def test_what_is_no_lease(opened: Opened, value: Any) -> None:
+    for call in (
+        lambda: opened.space.write(opened.keys, opened.data, lease=value),
+        lambda: opened.space.end_lease(value),
+    ):
+        with pytest.raises(perdure.InvalidArgument, match="lease"):
+            call()
+
+
+@pytest.mark.parametrize("value", [None, 5, "x", [[b"x"]], [None]])
+def test_memory_that_is_none(opened: Opened, value: Any) -> None:
+    for verb in (opened.space.read, opened.space.write):
+        with pytest.raises(perdure.BufferMismatch):
+            verb(opened.keys, value)
+
+
+@pytest.mark.parametrize("key", [None, "ab", b"x", 5, np.zeros(32, np.uint8)])
+def test_explaining_what_is_no_key(opened: Opened, key: Any) -> None:
+    with pytest.raises(perdure.InvalidArgument, match="32 bytes"):
+        opened.store.explain(key)
+
+
+def test_adopted_hashes_are_bytes(opened: Opened) -> None:
+    for hashes in ([None], ["a"], [b""], [5]):
+        with pytest.raises(perdure.InvalidArgument, match="adopt_hashes"):
+            opened.space.adopt_hashes(hashes)
+
+
+def test_an_admission_hook_must_be_a_function(tmp_path: Path) -> None:
+    with pytest.raises(perdure.InvalidArgument, match="admission"):
+        perdure.open(tmp_path / "s", admission=3)
+    assert not (tmp_path / "s").exists()
+
+
+def test_a_path_with_a_nul(tmp_path: Path) -> None:
+    with pytest.raises(perdure.StorePathError, match="null"):
+        perdure.open(f"{tmp_path}/a\0b")

@@ -65,7 +65,7 @@ def prepare(path: Path, *, create: bool, clock: Clock) -> Identity:
         raise StorePathError(f"{path}: {error.strerror} ({error.filename}); check owner and mode") from error
     except StorePathError:
         raise
-    except OSError as error:
+    except (OSError, ValueError) as error:  # ValueError: a NUL in the path
         raise StorePathError(f"{path}: {error}") from error
 
 

@@ -172,7 +172,7 @@ def _bad(entry: np.void, found: BlockStatus) -> dict[str, Any]:
 
 def explain(core: Core, key: bytes) -> dict[str, Any]:
     """Everything known about one block: where it is, whose it is, whether it verifies, what happened to it."""
-    if len(key) != limits.key_bytes:
+    if not isinstance(key, bytes) or len(key) != limits.key_bytes:
         raise InvalidArgument(f"a block key has {limits.key_bytes} bytes ({2 * limits.key_bytes} hex digits)")
     incidents = [one for one in core.incidents.all() if one["key"] == key.hex()]
     keys = np.frombuffer(key, np.uint8).reshape(1, -1)

@@ -16,6 +16,7 @@ import re
 import struct
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from numbers import Integral
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -68,9 +69,11 @@ class KVLayout:
     isa: str = ""
 
     def __post_init__(self) -> None:
-        if not 1 <= self.block_tokens <= limits.block_tokens_max:
+        for name in ("order", "group", "scales", "isa"):
+            check_text(getattr(self, name), f"KVLayout.{name}")
+        if not _is_whole(self.block_tokens) or not 1 <= self.block_tokens <= limits.block_tokens_max:
             raise InvalidArgument(f"KVLayout.block_tokens={self.block_tokens}: must be 1..{limits.block_tokens_max}")
-        if not 1 <= self.block_bytes <= limits.block_bytes_max:
+        if not _is_whole(self.block_bytes) or not 1 <= self.block_bytes <= limits.block_bytes_max:
             raise InvalidArgument(
                 f"KVLayout.block_bytes={self.block_bytes}: must be 1..{limits.block_bytes_max}; "
                 "use fewer tokens per block, or split layers or heads into shards"
@@ -83,8 +86,10 @@ class KVLayout:
             raise InvalidArgument("KVLayout.order is empty: name how the elements lie, e.g. 'layer,kv,head,token,dim'")
         for name in ("layers", "kv_heads"):
             pair = getattr(self, name)
-            if len(pair) != 2 or min(pair) < 0:
-                raise InvalidArgument(f"KVLayout.{name}={pair!r}: must be (first, count), both >= 0")
+            if not isinstance(pair, tuple) or len(pair) != 2 or not all(_is_whole(v) and 0 <= v < 2**63 for v in pair):
+                raise InvalidArgument(f"KVLayout.{name}={pair!r}: must be (first, count), both integers >= 0")
+        if not isinstance(self.replicated, bool):
+            raise InvalidArgument(f"KVLayout.replicated={self.replicated!r}: must be True or False")
 
     @property
     def element_bytes(self) -> int:
@@ -106,6 +111,10 @@ class KeyspaceIdentity:
     draft: str = ""
 
     def __post_init__(self) -> None:
+        if not isinstance(self.layout, KVLayout):
+            raise InvalidArgument(f"keyspace layout: pass a KVLayout, not {type(self.layout).__name__}")
+        for name in ("model", "weights", "lora", "draft"):
+            check_text(getattr(self, name), f"keyspace {name}")
         if not self.model:
             raise InvalidArgument("keyspace model is empty: pass the model's name")
         if not _WEIGHTS.match(self.weights):
@@ -147,6 +156,20 @@ class KeyspaceIdentity:
         return self.shared_fields() + self.shard_fields()
 
 
+def _is_whole(value: object) -> bool:
+    return isinstance(value, Integral) and not isinstance(value, bool)
+
+
+def check_text(value: object, what: str) -> bytes:
+    """The value in UTF-8, or InvalidArgument."""
+    try:
+        if isinstance(value, str):
+            return value.encode()
+    except UnicodeEncodeError:
+        pass
+    raise InvalidArgument(f"{what}={value!r}: must be text that UTF-8 can encode")
+
+
 def _u64(value: int) -> bytes:
     return struct.pack("<Q", value)
 
@@ -167,7 +190,7 @@ def derive(secret: bytes, purpose: str, data: bytes = b"") -> bytes:
 
 def tenant_secret(root_secret: bytes, tenant: str) -> bytes:
     """Secret of one tenant. `tenant` is length-limited, non-empty text; equal bytes mean the same tenant."""
-    raw = tenant.encode()
+    raw = check_text(tenant, "tenant")
     if not raw or len(raw) > limits.tenant_name_bytes_max:
         raise InvalidArgument(f"tenant {tenant!r}: must be 1..{limits.tenant_name_bytes_max} bytes of UTF-8")
     return derive(root_secret, "perdure/1/tenant", raw)
@@ -211,15 +234,19 @@ def chain(
     """Keys of the full blocks of a token sequence, shape (len // block_tokens, 32); the partial tail has no key.
 
     parent: keyspace digest, or the key of the block before. extras: block position -> bytes that the tokens do not say
-    (identity of an image, for example), appended as u32 length + bytes.
+    (identity of an image, for example), appended as u32 length + bytes; a position behind the last (partial) block is
+    refused, so that none gets lost.
     """
-    if len(parent) != limits.key_bytes:
+    if not isinstance(parent, bytes) or len(parent) != limits.key_bytes:
         raise InvalidArgument(
-            f"parent must be a {limits.key_bytes}-byte key or keyspace digest, got {len(parent)} bytes"
+            f"parent must be the {limits.key_bytes} bytes of a key or keyspace digest, "
+            f"got {len(parent) if isinstance(parent, bytes) else type(parent).__name__}"
         )
     raw = token_bytes(token_ids)
     step = 4 * block_tokens
     end = len(raw) - len(raw) % step
+    if extras:
+        _check_extras(extras, end // step)
     sha256, key, keys = hashlib.sha256, parent, []
     if not extras:
         for at in range(0, end, step):
@@ -232,6 +259,16 @@ def chain(
             key = sha256(key + raw[at : at + step] + suffix).digest()
             keys.append(key)
     return np.frombuffer(b"".join(keys), np.uint8).reshape(-1, limits.key_bytes)
+
+
+def _check_extras(extras: Mapping[int, bytes], last: int) -> None:
+    if not isinstance(extras, Mapping):
+        raise InvalidArgument(f"extras must map block positions to bytes, got {type(extras).__name__}")
+    for position, extra in extras.items():
+        if not _is_whole(position) or not 0 <= position <= last:
+            raise InvalidArgument(f"extras: there is no block {position!r} in this sequence, only 0..{last}")
+        if not isinstance(extra, bytes):
+            raise InvalidArgument(f"extras[{position}]: bytes are needed, got {type(extra).__name__}")
 
 
 def chain_groups(shared: bytes, keys: KeyArray, token_ids: ArrayLike, block_tokens: int) -> list[bytes]:
@@ -253,8 +290,8 @@ def chain_groups(shared: bytes, keys: KeyArray, token_ids: ArrayLike, block_toke
 
 def adopt_hashes(digest: bytes, hashes: Sequence[bytes]) -> KeyArray:
     """Keys for an engine's own cryptographic chain hashes (vLLM sha256_cbor), keyed by the keyspace."""
-    if any(not h for h in hashes):
-        raise InvalidArgument("adopt_hashes: an empty hash")
+    if not all(isinstance(h, bytes) and h for h in hashes):
+        raise InvalidArgument("adopt_hashes: every hash must be bytes, and not empty")
     raw = b"".join(derive(digest, "perdure/1/adopt", h) for h in hashes)
     return np.frombuffer(raw, np.uint8).reshape(-1, limits.key_bytes)
 

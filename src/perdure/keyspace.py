@@ -6,11 +6,13 @@ child, and after the store was closed, every verb raises StoreClosed.
 
 from __future__ import annotations
 
+import math
 import os
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
+from numbers import Real
 from typing import Any
 
 import numpy as np
@@ -91,7 +93,7 @@ class Keyspace:
         parent: key of the block before the first token, if the sequence continues one. extras: block position -> bytes
         that identify what the tokens do not (images, for example).
         """
-        return naming.chain(parent or self.digest, token_ids, self.layout.block_tokens, extras)
+        return naming.chain(self.digest if parent is None else parent, token_ids, self.layout.block_tokens, extras)
 
     def adopt_hashes(self, hashes: Sequence[bytes]) -> KeyArray:
         """Keys for an engine's own cryptographic chain hashes, one per block."""
@@ -113,8 +115,7 @@ class Keyspace:
 
         prefill_tokens_per_s: what the engine computes. Before the first read nothing is known, and loading is advised.
         """
-        if not prefill_tokens_per_s > 0:
-            raise InvalidArgument(f"prefill_tokens_per_s={prefill_tokens_per_s}: must be above 0")
+        _check_seconds(prefill_tokens_per_s, "prefill_tokens_per_s", math.inf)
         found, rate = self.lookup(keys), self._core.rates.disk_read
         recompute = found * self.layout.block_tokens / prefill_tokens_per_s
         if not rate.calls:
@@ -171,8 +172,10 @@ class Keyspace:
             raise ReadOnlyStore(f"{core.path} was opened read-only; open it without read_only=True to write")
         array = naming.check_keys(keys)
         parts = as_blocks(blocks, len(array), self.layout.block_bytes, writable=False, what="blocks")
-        if ttl_s is not None and not 0 < ttl_s <= limits.ttl_s_max:
-            raise InvalidArgument(f"ttl_s={ttl_s}: must be above 0 and at most {limits.ttl_s_max}")
+        if ttl_s is not None:
+            _check_seconds(ttl_s, "ttl_s", limits.ttl_s_max)
+        if lease is not None:
+            _check_lease(lease)
         now, limit = core.steady.now(), _seconds(deadline_s)
         retention, expires_s = writing.retention(ttl_s, now)
         terms = Terms(
@@ -198,8 +201,9 @@ class Keyspace:
 
     @staticmethod
     def _late_start(verb: Callable[..., Any], submitted: float, keys: Any, data: Any, options: dict[str, Any]) -> Any:
-        if options.get("deadline_s") is not None:
-            options = options | {"deadline_s": max(0.0, options["deadline_s"] - (time.monotonic() - submitted))}
+        given = _seconds(options.get("deadline_s"))
+        if given is not None:
+            options = options | {"deadline_s": max(0.0, given - (time.monotonic() - submitted))}
         return verb(keys, data, **options)
 
     # --- lifetimes
@@ -212,8 +216,7 @@ class Keyspace:
         array = naming.check_keys(keys)
         if not len(array):
             raise InvalidArgument("reserve: no keys, so there is nothing to reserve")
-        if not 0 < ttl_s <= limits.lease_ttl_s_max:
-            raise InvalidArgument(f"ttl_s={ttl_s}: must be above 0 and at most {limits.lease_ttl_s_max}")
+        _check_seconds(ttl_s, "ttl_s", limits.lease_ttl_s_max)
         core = self._core
         self._writable()
         holder = core.owner + os.urandom(8)  # ends with the owner, see ControlStore.end_owner
@@ -222,14 +225,14 @@ class Keyspace:
     def end_lease(self, lease: Lease) -> bool:
         """Give a lease back; False if it had been lost."""
         self._check()
+        _check_lease(lease)
         return self._core.control.release(lease)
 
     def pin(self, keys: KeyArray | Sequence[bytes], *, ttl_s: float) -> PinHandle:
         """Keep blocks from being evicted for `ttl_s` seconds, or until released. Keys not stored yet are pinned too."""
         self._check()
         self._writable()
-        if not 0 < ttl_s <= limits.pin_ttl_s_max:
-            raise InvalidArgument(f"ttl_s={ttl_s}: must be above 0 and at most {limits.pin_ttl_s_max}")
+        _check_seconds(ttl_s, "ttl_s", limits.pin_ttl_s_max)
         pin_id = self._core.pins.add(naming.check_keys(keys), ttl_s)
         return PinHandle(self._core, pin_id, self._core.clock.boottime() + ttl_s)
 
@@ -245,9 +248,22 @@ class Keyspace:
 
 
 def _seconds(deadline_s: float | None) -> float | None:
-    if deadline_s is not None and not deadline_s >= 0:
-        raise InvalidArgument(f"deadline_s={deadline_s}: must be seconds from now, 0 or more")
-    return deadline_s
+    """None: no deadline, also where it is farther away than clocks can tell."""
+    if deadline_s is None:
+        return None
+    if not isinstance(deadline_s, Real) or not deadline_s >= 0:
+        raise InvalidArgument(f"deadline_s={deadline_s!r}: must be seconds from now, 0 or more")
+    return None if deadline_s > limits.deadline_s_max else float(deadline_s)
+
+
+def _check_seconds(value: float, name: str, most: float) -> None:
+    if not isinstance(value, Real) or not 0 < value <= most:
+        raise InvalidArgument(f"{name}={value!r}: must be a number above 0 and at most {most}")
+
+
+def _check_lease(lease: Lease) -> None:
+    if not isinstance(lease, Lease):
+        raise InvalidArgument(f"lease={lease!r}: pass what `reserve` returned")
 
 
 def _durability(value: str | Durability) -> Durability:

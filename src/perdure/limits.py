@@ -30,6 +30,7 @@ block_parts_max: Final = 16_384
 tenant_name_bytes_max: Final = 255
 identity_field_bytes_max: Final = 4096
 ttl_s_max: Final = 10 * 365 * 86_400
+deadline_s_max: Final = 365 * 86_400  # farther away is no deadline: the system's timers end somewhere
 capacity_bytes_min: Final = 4 * segment_bytes_min
 
 # --- I/O ------------------------------------------------------------------------------------------------------

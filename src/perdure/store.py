@@ -289,6 +289,8 @@ def open(path: str | os.PathLike[str], **options: Any) -> Store:  # noqa: A001 (
     Raises StorePathError, FormatError, StoreLocked, CatalogError, InvalidArgument, UnknownOption.
     """
     refuse_unknown(options, _OPTIONS, "perdure.open")
+    if options.get("admission") is not None and not callable(options["admission"]):
+        raise InvalidArgument(f"admission={options['admission']!r}: pass a function, see AdmissionHook")
     chosen: Mapping[str, Any] = {
         "capacity": None, "memory": "256MiB", "read_only": False, "mirror": None, "admission": None, "codec": "auto",
     } | options  # fmt: skip
