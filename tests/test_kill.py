@@ -133,7 +133,7 @@ def test_killed_at_random_points(server: Victims, tmp_path: Path, episode: Episo
     life.last_check()
     assert life.kills >= episode.rounds
     assert life.ledger.checks > episode.rounds // 2
-    assert life.ledger.acknowledged > 100, "hardly anything was acknowledged; the test proves nothing"
+    assert life.ledger.acknowledged > 20, "hardly anything was acknowledged; the test proves nothing"
 
 
 @pytest.mark.slow
