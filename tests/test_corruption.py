@@ -23,7 +23,7 @@ from support.blocks import WRONG
 
 import perdure
 from perdure import BlockStatus, CatalogError, FormatError, Keyspace, Seams, Store, WriteStatus, limits
-from perdure.catalog.api import KeyArray, RecordArray
+from perdure.catalog.api import RECORD, KeyArray, RecordArray
 from perdure.clock import FakeClock
 from perdure.io.api import Buffer, File
 from perdure.io.faulty import FaultyFiles, NthFault
@@ -537,6 +537,28 @@ def test_damaged_index_is_rebuilt_by_command(tmp_path: Path, damage: str) -> Non
     status = perdure.rebuild(path, lambda done, total: seen.append((done, total)))
     assert status["tenants"] == before["tenants"]
     _assert_rebuilt(path, before, chains)
+
+
+@pytest.mark.parametrize("name", [one for one in RECORD.names or () if one != "reserved"])
+def test_damaged_records_in_the_index(damaged: Damaged, name: str) -> None:
+    """Every field of a record with other bytes, some of them absurd: never wrong bytes, never an exception, and
+    nothing is allocated on a record's word."""
+    rng, one, core = random.Random(SEED), damaged.placed[0], damaged.store._core
+    for number in range(12):
+        records = one.records.copy()
+        raw = rng.randbytes(16) if number else b"\xff" * 16
+        records[name] = np.frombuffer(raw, np.uint8)[: records[name].dtype.itemsize].view(records[name].dtype)[0]
+        core.index.remove(one.keys)
+        core.index.publish(one.keys, records, now_s=0, is_draining=lambda segment: False)
+        statuses = damaged.read(one)
+        assert WRONG not in statuses
+        harmless = name in ("created_s", "expires_s", "tenant_epoch") or (records == one.records).all()
+        if not harmless:
+            assert FOUND not in statuses
+        damaged.clock.advance(limits.corrupt_window_s + 1)
+        core.index.remove(one.keys)
+        damaged.mend(one)
+    assert (damaged.read(one) == FOUND).all()
 
 
 @pytest.mark.parametrize("damage", ["zeros", "garbage"])

@@ -31,8 +31,9 @@ if TYPE_CHECKING:
 
 # As plain integers: an attribute of an enum costs as much as a checksum of 4 KiB.
 _FOUND, _MISSING = int(BlockStatus.FOUND), int(BlockStatus.MISSING)
-_SEGMENT, _TENANT, _OFFSET, _BLOCK_BYTES, _EXPIRES, _DURABILITY = map(
-    (RECORD.names or ()).index, ("segment", "tenant", "offset", "block_bytes", "expires_s", "durability")
+_SEGMENT, _TENANT, _OFFSET, _STORED, _BLOCK_BYTES, _EXPIRES, _DURABILITY = map(
+    (RECORD.names or ()).index,
+    ("segment", "tenant", "offset", "stored_bytes", "block_bytes", "expires_s", "durability"),
 )
 
 
@@ -186,9 +187,23 @@ def _placed(
         if row[_TENANT] != tenant:
             report.statuses[position] = BlockStatus.DENIED
         elif row[_BLOCK_BYTES] == size:
+            if row[_STORED] > size or row[_OFFSET] >= limits.segment_bytes_max:
+                _refuse_record(core, asked, rest, position, row, report)
+                continue
             chosen.append(position)
             rows.append(row)
     return chosen, rows
+
+
+def _refuse_record(
+    core: Core, asked: KeyArray, rest: NDArray[np.intp], position: int, row: Row, report: ReadReport
+) -> None:
+    """A record that no writer makes: the index is damaged. Nothing is allocated or read on its word."""
+    place = int(np.searchsorted(rest, position))
+    report.statuses[position] = BlockStatus.CORRUPT
+    report.problems[position] = f"the index is damaged: {row[_STORED]} bytes at offset {row[_OFFSET]} of a segment"
+    if not core.read_only:
+        _remove(core, asked[place : place + 1], row, "corrupt", report.problems[position], keep=False)
 
 
 def _quarantine(core: Core, plan: Plan) -> list[int]:
