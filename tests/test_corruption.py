@@ -434,8 +434,9 @@ def _filled(path: Path) -> tuple[dict[str, Any], dict[int, str]]:
         for chain, durability in enumerate(["session", "ephemeral", "retained", "session", "session"], 1):
             assert blocks.write(space, blocks.chain(space, chain, 20), durability).durable
             chains[chain] = durability
-        assert blocks.write(space, blocks.chain(space, 2, 10), "session").durable  # better copies of some
         store.sync()
+        report = blocks.write(space, blocks.chain(space, 2, 10), "session")  # better copies of some
+        assert report.stored == 10
         return store.status(), chains
 
 
@@ -537,6 +538,22 @@ def test_damaged_index_is_rebuilt_by_command(tmp_path: Path, damage: str) -> Non
     status = perdure.rebuild(path, lambda done, total: seen.append((done, total)))
     assert status["tenants"] == before["tenants"]
     _assert_rebuilt(path, before, chains)
+
+
+def test_a_record_whose_segment_is_gone(damaged: Damaged) -> None:
+    """It is a miss, it does not count as existing, and it is gone after the first read."""
+    core, one = damaged.store._core, damaged.placed[0]
+    for read_first in (False, True):
+        records = one.records.copy()
+        records["segment"] = np.void(os.urandom(16))
+        core.index.remove(one.keys)
+        core.index.publish(one.keys, records, now_s=0, is_draining=lambda segment: False)
+        if read_first:
+            assert (damaged.read(one) == MISSING).all()
+            assert not core.index.lookup(one.keys)[0].any()
+        assert (blocks.write(one.space, one.keys).statuses == WriteStatus.STORED).all()
+        assert (damaged.read(one) == FOUND).all()
+    assert damaged.store.status()["healthy"]
 
 
 @pytest.mark.parametrize("name", [one for one in RECORD.names or () if one != "reserved"])

@@ -160,6 +160,17 @@ def _reclaiming(life: Life) -> None:
         assert space.present(keys).all(), "pinned blocks were dropped"
 
 
+def _growing(life: Life) -> None:
+    """Segments start small and grow twice."""
+    store = life.open(capacity=64 << 20)
+    space = space_of(store)
+    everything = life.acknowledged | dict.fromkeys(range(41, 45), 15)
+    space.pin(np.concatenate([blocks.chain(space, *one) for one in everything.items()]), ttl_s=600.0)
+    for chain in range(41, 45):
+        life.write(space, chain, 15, "session")
+    assert not blocks.wrong_books(store, settled=False)
+
+
 def _rebuilding(life: Life) -> None:
     """The block index is gone, and comes back while the store is used."""
     shutil.rmtree(life.path / "index")
@@ -207,11 +218,18 @@ def _reopened(life: Life) -> None:
             assert (blocks.read_back(space, keys) == FOUND).all()
 
 
+class Twice(NthFault):
+    """The n-th operation and the next one fail: a second look, too."""
+
+    def strikes(self, path: str) -> bool:
+        return self._n <= self.count <= self._n + 1
+
+
 def _case(at: Path, start: str, kind: Any, once: bool, n: int, scenario: Callable[[Life], None], mend: bool) -> bool:
     """The N-th operation of the disk fails; False when the scenario has fewer."""
     # A disk whose every read lies is a sick host (test_corruption); here it is one read, or writes from some time on.
     ops = ("pwritev", "write_once") if kind == "torn" and not once else None
-    plan = NthFault(n, kind, once=once, ops=ops)
+    plan = Twice(n, "eio") if kind == "eio-twice" else NthFault(n, kind, once=once, ops=ops)
     armed = Armed(plan)
     path = sweep.copy_store(at, start, "run")
     # Without kernel AIO, which siblings do not go through, and whose contexts take 17 ms each to close.
@@ -288,6 +306,21 @@ def test_rebuild(folder: Path, kind: str, once: bool) -> None:
     assert _sweep(lambda n: _case(folder, "died", kind, once, n, _rebuilding, mend=n % 2 == 0), 3) > 50
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("scenario", [_verbs, _rebuilding])
+def test_two_operations_in_a_row(folder: Path, scenario: Callable[[Life], None]) -> None:
+    """Also the second look at a block fails, and nothing after it: that is no verdict either."""
+    step = 1 if scenario is _rebuilding else 3
+    assert _sweep(lambda n: _case(folder, "died", "eio-twice", True, n, scenario, mend=n % 2 == 0), step) > 50
+
+
+@pytest.mark.slow
+@ONCE
+@pytest.mark.parametrize("kind", ["eio", "enospc"])
+def test_growing_segments(folder: Path, kind: str, once: bool) -> None:
+    assert _sweep(lambda n: _case(folder, "closed", kind, once, n, _growing, mend=True), 1) > 15
+
+
 # --- catalogs -----------------------------------------------------------------------------------------------------
 
 
@@ -340,8 +373,9 @@ def test_every_verb_with_a_failing_catalog(folder: Path, which: str, mode: str, 
 def test_reclaim_and_rebuild_with_a_failing_catalog(
     folder: Path, scenario: Callable[[Life], None], which: str, mode: str, once: bool
 ) -> None:
-    start = "closed" if scenario is _reclaiming else "died"
-    assert _sweep(lambda n: _catalog_case(folder, start, which, mode, once, n, scenario), 4) > 5
+    start, step = "closed" if scenario is _reclaiming else "died", 1 if which == "index" else 4
+    assert _sweep(lambda n: _catalog_case(folder, start, which, mode, once, n, scenario), step) > 5
+    )
 
 
 # --- what a sweep does not reach ----------------------------------------------------------------------------------
@@ -365,8 +399,8 @@ def test_a_publish_of_unknown_outcome_is_not_deleted(folder: Path) -> None:
         space = space_of(store)
         keys = blocks.chain(space, 61, 3)
         assert blocks.write(space, blocks.chain(space, 60, 1)).durable
-        armed.on, plain = True, blocks.contents(keys, BLOCK_BYTES)
-        report = space.write(keys, plain)
+        armed.on = True
+        report = blocks.write(space, keys, "retained")  # in a segment of its own
         armed.on = False
         assert (report.statuses == WriteStatus.FAILED).all()
     with perdure.open(path, memory=0) as store:
@@ -403,8 +437,9 @@ def test_sync_waits_for_the_commit_in_progress(tmp_path: Path) -> None:
         syncing = threading.Thread(target=store.sync)
         syncing.start()
         syncing.join(0.2)
-        assert syncing.is_alive(), "sync came back while its blocks were being committed"
+        waiting = syncing.is_alive()
         made[0].go_on.set()
+        assert waiting, "sync came back while its blocks were being committed"
         syncing.join(sweep.BOUND_S)
         assert not syncing.is_alive()
         assert store._core.index.lookup(keys)[0].all()
@@ -428,9 +463,9 @@ def test_a_second_look_that_comes_too_late_is_no_verdict(tmp_path: Path) -> None
         keys = blocks.chain(space, 1, 1)
         assert blocks.write(space, keys).durable
         report = space.read(keys, into=perdure.aligned_buffer(BLOCK_BYTES), deadline_s=0.1)
+        slow.resume()
         assert report.statuses.tolist() == [BlockStatus.LATE]
         assert broken.fired == slow.fired == 1
-        slow.resume()
         assert (blocks.read_back(space, keys) == FOUND).all()
         assert "quarantined" not in store.status()["counters"]
 

@@ -112,6 +112,13 @@ def wrong_books(store: Store, *, settled: bool = True) -> list[str]:
     segments = {record.segment.hex(): record for record in core.table.all()}
     if settled and core.space.used != sum(files.values()):
         wrong.append(f"{core.space.used} bytes are accounted for, the segment files have {sum(files.values())}")
+    if settled:
+        mine = {one.segment.hex() for one in core.writer.open_segments()}
+        opened = {name for name, one in segments.items() if one.state is SegmentState.OPEN and one.owner == core.owner}
+        if opened != mine:
+            wrong.append(f"open in the control store {sorted(opened)}, in the writer {sorted(mine)}")
+        if used := [one.segment.hex() for one in core.writer.open_segments() if one.users]:
+            wrong.append(f"segments whose users never end: {used}")
     if orphans := files.keys() - segments.keys():
         wrong.append(f"segment files that nobody knows: {sorted(orphans)}")
     if strays := indexes.keys() - segments.keys():
