@@ -375,7 +375,6 @@ def test_reclaim_and_rebuild_with_a_failing_catalog(
 ) -> None:
     start, step = "closed" if scenario is _reclaiming else "died", 1 if which == "index" else 4
     assert _sweep(lambda n: _catalog_case(folder, start, which, mode, once, n, scenario), step) > 5
-    )
 
 
 # --- what a sweep does not reach ----------------------------------------------------------------------------------
