@@ -28,6 +28,7 @@ from support.sweep import BLOCK_BYTES, CHAINS, Armed, bounded, space_of
 
 import perdure
 from perdure import BlockStatus, CatalogError, Keyspace, Seams, Store, WriteStatus, limits
+from perdure.catalog.api import KeyArray
 from perdure.catalog.faulty import FailCalls, FaultyControl, FaultyIndex
 from perdure.io.engine import ThreadEngine
 from perdure.io.faulty import FaultWhile, FaultyFiles, NthFault
@@ -65,6 +66,7 @@ class Life:
     lying: bool = False  # torn: what reports success may not have happened
     acknowledged: dict[int, int] = field(default_factory=lambda: {chain: count for chain, count, _ in CHAINS})
     doubtful: set[int] = field(default_factory=set)  # chains acknowledged while the disk lied, or as ephemeral
+    kept: list[KeyArray] = field(default_factory=list)  # more that must be there, because it was pinned
     raised: set[str] = field(default_factory=set)
     store: Store | None = None
     rebuild: bool = False  # the index is lost before the store is opened again
@@ -98,6 +100,8 @@ class Life:
             statuses = sweep.assert_right(space, blocks.chain(space, chain, count))
             if mended and chain not in self.doubtful:
                 assert (statuses == FOUND).all(), f"chain {chain}: {statuses}"
+        for keys in self.kept if mended else ():
+            assert (blocks.read_back(space, keys) == FOUND).all(), "pinned blocks are gone"
 
 
 def _verbs(life: Life) -> None:
@@ -156,6 +160,9 @@ def _reclaiming(life: Life) -> None:
     for chain in range(31, 36):
         life.write(space, chain, 20, "session")
         life.doubtful.add(chain)
+        some = blocks.chain(space, chain, life.acknowledged.get(chain, 0))[::5]  # no segment can go without a copy
+        if life.may_raise("pin", lambda some=some: space.pin(some, ttl_s=600.0)) is not None:
+            life.kept.append(some[space.present(some)])
     life.check(space, mended=False)
     for chain in pinned:
         keys = blocks.chain(space, chain, life.acknowledged[chain])
@@ -348,19 +355,25 @@ def _catalog_case(
     at: Path, start: str, which: str, mode: str, once: bool, n: int, scenario: Callable[[Life], None]
 ) -> bool:
     """The N-th change of one of the catalogs fails, or only says so ("unknown"); False when there are fewer."""
+    return all([_one_catalog_case(at, start, which, mode, once, n, scenario, mend) for mend in (True, False)])
+
+
+def _one_catalog_case(
+    at: Path, start: str, which: str, mode: str, once: bool, n: int, scenario: Callable[[Life], None], mend: bool
+) -> bool:
     plan = FailCalls(n, mode, times=1 if once else 1 << 30)
     armed = ArmedCalls(plan)
     if which == "index":
         seams = Seams(engine=ThreadEngine, index=lambda index: FaultyIndex(index, armed))
     else:
         seams = Seams(engine=ThreadEngine, control=lambda control: FaultyControl(control, armed))
-    life = Life(sweep.copy_store(at, start, "run"), seams, rebuild=_coin(-n))
+    life = Life(sweep.copy_store(at, start, "run"), seams, rebuild=mend != (which == "index"))
 
     def over() -> None:
         armed.on = False
 
     name = f"{which} {mode}, {'once' if once else 'for good'}, change {n}"
-    bounded(lambda: _run(life, scenario, over, mend=_coin(n)), name)
+    bounded(lambda: _run(life, scenario, over, mend), name)
     assert life.raised <= DOCUMENTED, f"{name}: raised by {life.raised}"
     return plan.seen >= n
 
