@@ -355,7 +355,8 @@ def _catalog_case(
     at: Path, start: str, which: str, mode: str, once: bool, n: int, scenario: Callable[[Life], None]
 ) -> bool:
     """The N-th change of one of the catalogs fails, or only says so ("unknown"); False when there are fewer."""
-    return all([_one_catalog_case(at, start, which, mode, once, n, scenario, mend) for mend in (True, False)])
+    reached = [_one_catalog_case(at, start, which, mode, once, n, scenario, mend) for mend in (True, False)]
+    return all(reached)
 
 
 def _one_catalog_case(

@@ -33,7 +33,7 @@ def keyspace(store: Store, *, tenant: str = "acme", block_bytes: int = BLOCK_BYT
 def chain(space: Keyspace, number: int, blocks: int) -> KeyArray:
     """Keys of the first `blocks` blocks of chain `number`; chains share no block."""
     tokens = np.arange(blocks * BLOCK_TOKENS, dtype=np.uint32)
-    tokens[0] = number
+    tokens[:1] = number
     return space.chain(tokens)
 
 
