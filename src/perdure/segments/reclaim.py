@@ -99,12 +99,15 @@ class Reclaimer:
         with self._lock:
             self._before()
             given_up: set[bytes] = set()
+            sealed = False
             goal = self._space.used if force else self._space.capacity - self._space.kept_back
             while self._space.used + need > goal:
                 chosen = self._choose(need, given_up)
                 if chosen is None:
-                    if not self._seal_open():
+                    if sealed or not self._seal_open():
                         return False
+                    sealed = True
+                    given_up.clear()  # there may be room for their copies now
                     continue
                 victim, hotter_than = chosen
                 outcome = self._drop(victim, hotter_than)
@@ -125,8 +128,9 @@ class Reclaimer:
             return dropped
 
     def _seal_open(self) -> bool:
-        """Nothing sealed is left to drop: seal open segments that nobody is writing, so that they can be."""
-        idle = [one for one in self._writer.open_segments() if not one.users and one.entries]
+        """Nothing sealed is left to drop: seal open segments that nobody is writing, so that they can be. One with
+        nothing in it but copies that could not be published goes at once."""
+        idle = [one for one in self._writer.open_segments() if not one.users and one.tail]
         for one in idle:
             self._writer.retire(one)
         return bool(idle)

@@ -33,15 +33,19 @@ class SpaceBudget:
     def used(self) -> int:
         return self._used
 
-    def take(self, segment: bytes, nbytes: int, *, reserve: bool = False) -> None:
-        """`nbytes` more for a segment. Raises NoSpace and takes nothing if it does not fit. `reserve`: copy-forward may
-        use what is kept back."""
+    def take(self, segment: bytes, nbytes: int, *, least: int, reserve: bool = False) -> int:
+        """`nbytes` more for a segment; how many it got. Raises NoSpace and takes nothing if they do not fit.
+
+        `reserve`: copy-forward may use what is kept back, and makes do with `least` where no more is left of it."""
         limit = self.capacity if reserve else self.capacity - self.kept_back
         with self._lock:
+            if reserve:
+                nbytes = max(least, min(nbytes, limit - self._used))
             if self._used + nbytes > limit:
                 raise NoSpace(nbytes, self._used, limit)
             self._used += nbytes
             self._of[segment] = self._of.get(segment, 0) + nbytes
+            return nbytes
 
     def settle(self, segment: bytes, nbytes: int) -> None:
         """What a segment really occupies, whatever was taken for it and whatever the capacity says; 0: it is gone."""

@@ -147,7 +147,8 @@ class SegmentWriter:
                 return False
             current.users += 1
         try:
-            self._space.take(current.segment, want - have, reserve=reserve)
+            least = current.tail + need - have
+            want = have + self._space.take(current.segment, want - have, least=least, reserve=reserve)
             try:
                 for file in current.files:
                     file.allocate(have, want - have)
@@ -164,7 +165,7 @@ class SegmentWriter:
         tenant, durability, retention = kind
         first = min(max(self.segment_bytes // 16, need, limits.segment_bytes_min), max(self.segment_bytes, need))
         segment = fmt.new_segment_id()
-        self._space.take(segment, first, reserve=reserve)
+        first = self._space.take(segment, first, least=need, reserve=reserve)
         now, boot_id = int(self._clock.wall()), self._clock.boot_id()
         roots = len(self._segments.roots) if durability == Durability.RETAINED else 1
         record = SegmentRecord(
