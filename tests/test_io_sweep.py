@@ -395,7 +395,7 @@ def test_every_verb_with_a_failing_catalog(folder: Path, which: str, mode: str, 
 def test_reclaim_and_rebuild_with_a_failing_catalog(
     folder: Path, scenario: Callable[[Life], None], which: str, mode: str, once: bool
 ) -> None:
-    start, step = "closed" if scenario is _reclaiming else "died", 1 if which == "index" else 4
+    start, step = "closed" if scenario is _reclaiming else "died", 2 if which == "index" else 4
     assert _sweep(lambda n: _catalog_case(folder, start, which, mode, once, n, scenario), step) > 5
 
 
