@@ -519,3 +519,26 @@ def test_an_unreadable_block_gives_way_to_a_new_copy(tmp_path: Path) -> None:
         for keys in (kept, renewed):
             assert space_of(store).lookup(keys) == 3
             assert (blocks.read_back(space_of(store), keys) == FOUND).all()
+
+
+def test_failed_copies_do_not_use_up_the_reserve(folder: Path) -> None:
+    """Moves fail for a while: each attempt to make room leaves copies that nobody knows of. Later there is room again."""
+    path, armed = sweep.copy_store(folder, "closed", "run"), ArmedCalls(FailCalls(1, times=1 << 30, op="replace"))
+    armed.on = False
+    seams = Seams(index=lambda index: FaultyIndex(index, armed), engine=ThreadEngine)
+    with perdure.open(path, memory=0, capacity=6 << 20, seams=seams) as store:
+        space = space_of(store)
+        kept: list[KeyArray] = []
+        for number in range(30):
+            armed.on = number < 25
+            keys = blocks.chain(space, 100 + number, 16)
+            if number < 4:  # every segment has something to copy
+                space.pin(keys[::4], ttl_s=600.0)
+                kept.append(keys[::4])
+            report = blocks.write(space, keys)
+            assert report.statuses.max() <= WriteStatus.REJECTED
+            if number >= 25:
+                assert report.durable, report.reasons
+        for keys in kept:
+            assert (blocks.read_back(space, keys[space.present(keys)]) == FOUND).all()
+        assert blocks.wrong_books(store) == []
