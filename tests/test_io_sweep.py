@@ -522,7 +522,7 @@ def test_an_unreadable_block_gives_way_to_a_new_copy(tmp_path: Path) -> None:
 
 
 def test_failed_copies_do_not_use_up_the_reserve(folder: Path) -> None:
-    """Moves fail for a while: each attempt to make room leaves copies that nobody knows of. Later there is room again."""
+    """Moves fail for a while; each attempt to make room leaves copies nobody knows of. Later there is room again."""
     path, armed = sweep.copy_store(folder, "closed", "run"), ArmedCalls(FailCalls(1, times=1 << 30, op="replace"))
     armed.on = False
     seams = Seams(index=lambda index: FaultyIndex(index, armed), engine=ThreadEngine)

@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from perdure import limits
-from perdure.presence import EMPTY, NO_SEGMENT, TOMBSTONE, PresenceIndex
+from perdure.presence import PresenceIndex
+from perdure.presence_table import EMPTY, NO_SEGMENT, TOMBSTONE
 
 U64 = NDArray[np.uint64]
 

@@ -41,7 +41,7 @@ HEAVY_ALLOWED = ("perdure.engines.", "perdure.benchmarks.", "perdure.demo")
 LAYERS = [
     {"errors", "limits", "keys", "options", "clock"},
     {"io", "buffers"},
-    {"catalog", "segments", "pool", "governance", "codecs", "presence"},
+    {"catalog", "segments", "pool", "governance", "codecs", "presence", "presence_table"},
     {  # the store and the parts it is put together from
         "store",
         "session",

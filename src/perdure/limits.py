@@ -70,6 +70,7 @@ presence_load_max: Final = 0.6  # used slots / slots; 0.7 % of the keys leave th
 presence_gallop_first_keys: Final = 64
 presence_gallop_keys_max: Final = 4096  # 256 KiB of buckets: stays in the L2 cache
 pool_chunk_bytes: Final = 64 * MIB
+huge_page_bytes: Final = 2 * MIB
 adapter_staging_bytes_max: Final = 64 * MIB  # what an engine adapter gathers or scatters at a time; two at once
 
 # --- lifetimes ------------------------------------------------------------------------------------------------

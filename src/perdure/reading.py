@@ -115,7 +115,7 @@ def _from_memory(
     try:
         visible = core.presence.visible(fingerprints(keys), core.expiry_now())
         for position, slot in enumerate(slots):
-            if slot is None or not visible[position] or slot.view.nbytes < size:
+            if slot is None or not visible[position] or slot.nbytes != size:
                 continue
             if slot.keyspace != space.digest:  # another tenant's or layout's: the disk pass says what is wrong
                 continue
@@ -155,6 +155,7 @@ def _from_disk(
             element_bytes=space.layout.element_bytes,
             deadline=deadline,
             direct=direct or (deadline is None and not core.pool.budget_bytes),
+            domain=space.tenant_id,
         )
         core.reader.read(plan)
         report.statuses[chosen] = plan.statuses

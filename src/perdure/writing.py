@@ -283,7 +283,7 @@ def _finish(
         done = np.flatnonzero(written)
         if len(done):
             deferred = _publish(core, space, keys, todo, batch, appended, done, terms, report)
-            _remember(core, space, keys, blocks, todo[done], report)
+            _remember(core, space, keys, blocks, todo[done], terms.expires_s, report)
     finally:
         if not deferred:
             for opened in appended.segments:
@@ -355,18 +355,18 @@ def _remember(
     keys: KeyArray,
     blocks: Sequence[Parts],
     positions: NDArray[np.intp],
+    expires_s: int,
     report: WriteReport,
 ) -> None:
     """What was just written is likely to be read next: keep it in the DRAM tier while the budget allows."""
     if not core.pool.budget_bytes:
         return
-    page = limits.page_bytes
-    padded = -(-space.layout.block_bytes // page) * page
+    size = space.layout.block_bytes
     for position in positions.tolist():
         if report.statuses[position] != WriteStatus.STORED:
             continue
-        slot = core.pool.reserve(padded)
+        slot = core.pool.reserve(size, space.tenant_id)
         if slot is None:
             return
-        copy_parts(blocks[position], [slot.view[: space.layout.block_bytes]])
-        core.pool.publish(slot, keys[position].tobytes(), space.digest)
+        copy_parts(blocks[position], [slot.view])
+        core.pool.publish(slot, keys[position].tobytes(), space.digest, expires_s=expires_s)

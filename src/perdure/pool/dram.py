@@ -1,9 +1,11 @@
-"""DRAM tier of the embedded store: recently used blocks in page-aligned memory, bounded to the byte.
+"""DRAM tier: recently used blocks in page-aligned memory, bounded to the byte.
 
 Contract
-- Memory comes in chunks, each cut into slots of one size class (block size in whole pages). Chunks are mapped on demand
+- Memory comes in chunks, each cut into slots of one size class (block size in whole pages). Chunks are made on demand
   while the budget allows; then the coldest block of the class goes, or a whole chunk of a class that is used less, and
-  the chunk is cut anew. The mapped bytes never exceed the budget.
+  the chunk is cut anew. The mapped bytes, those lent and those stranded never exceed the budget together.
+- Shared chunks belong to one isolation domain (tenant) for their whole life, because engines map them: memory moves
+  between domains by giving up a chunk and making another. What engines still map of it stays charged ("stranded").
 - A block is visible between `publish` and its eviction or `drop`. Memory of a pinned or reserved slot is never reused:
   not by eviction, not by `drop`, not by a recut. A slot whose pin was released must not be read any more.
 - A block that was dropped while someone was loading it stays dropped: a slot reserved before the drop is not published
@@ -18,13 +20,8 @@ because a prefix without its tail is still of use and a tail without its prefix 
 
 from __future__ import annotations
 
-import mmap
 import threading
-from collections import OrderedDict
-from collections.abc import Iterable
-from contextlib import suppress
-from dataclasses import dataclass
-from enum import IntEnum
+from collections.abc import Callable, Iterable
 from typing import Final, cast
 
 import numpy as np
@@ -32,93 +29,12 @@ import numpy as np
 from perdure import limits
 from perdure.catalog.api import KeyArray
 from perdure.errors import InvalidArgument
+from perdure.pool.chunks import Chunk, Observer, PoolStats, SizeClass, Slot, SlotState
+from perdure.pool.memory import ChunkMemory, PrivateMemory
+
+__all__ = ["DramPool", "PoolStats", "Slot", "SlotState"]
 
 _KEY: Final = np.dtype((np.void, limits.key_bytes))
-
-
-class SlotState(IntEnum):
-    RESERVED = 0  # exclusive, writable, invisible
-    PUBLISHED = 1
-    DROPPED = 2  # invisible, but pinned: the memory is free when the last pin goes
-    FREE = 3  # the memory may belong to another slot
-
-
-class Slot:
-    """Memory for one block. `view`: format 'B', exactly the bytes reserved, page-aligned. `keyspace`: whose it is,
-    as told to `publish`. The rest is the pool's."""
-
-    __slots__ = ("chunk", "index", "key", "keyspace", "pins", "reserved_at", "state", "used", "view")
-
-    def __init__(self, view: memoryview, chunk: _Chunk, index: int, tick: int):
-        self.view = view
-        self.chunk = chunk
-        self.index = index  # of the slot in its chunk
-        self.key = self.keyspace = b""
-        self.pins = 0
-        self.state = SlotState.RESERVED
-        self.reserved_at = self.used = tick
-
-
-class _SizeClass:
-    """The blocks of one slot size. `lru`: published slots, coldest first. `partial`: chunks with free slots."""
-
-    __slots__ = ("compare_in", "lru", "partial", "pinned", "slot_bytes")
-
-    def __init__(self, slot_bytes: int):
-        self.slot_bytes = slot_bytes
-        self.lru: OrderedDict[bytes, Slot] = OrderedDict()
-        self.partial: dict[_Chunk, None] = {}
-        self.pinned = 0  # of the published slots
-        self.compare_in = 0  # evictions until the other classes are looked at again
-
-
-class _Chunk:
-    """A piece of memory cut for one class. `held`: slots whose memory must stay (pinned or reserved)."""
-
-    __slots__ = ("free", "fresh", "held", "memory", "owner", "slots", "used")
-
-    def __init__(self, nbytes: int, owner: _SizeClass):
-        # private: shared anonymous memory is shmem, which gets no huge pages by default
-        memory = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-        with suppress(AttributeError, OSError):  # a hint: fewer page faults and TLB misses
-            memory.madvise(mmap.MADV_HUGEPAGE)
-        self.memory = memoryview(memory)
-        self.slots: dict[int, Slot] = {}
-        self.adopt(owner)
-
-    def adopt(self, owner: _SizeClass) -> None:
-        """Cut an empty chunk for a class."""
-        self.owner = owner
-        self.free: list[int] = []
-        self.fresh = 0  # slots from here on were not used since the cut
-        self.held = 0
-        self.used = 0
-
-    def full(self) -> bool:
-        return not self.free and (self.fresh + 1) * self.owner.slot_bytes > self.memory.nbytes
-
-    def take(self, nbytes: int, tick: int) -> Slot:
-        if self.free:
-            index = self.free.pop()
-        else:
-            index, self.fresh = self.fresh, self.fresh + 1
-        start = index * self.owner.slot_bytes
-        slot = self.slots[index] = Slot(self.memory[start : start + nbytes], self, index, tick)
-        self.held += 1
-        return slot
-
-
-@dataclass(frozen=True, slots=True)
-class PoolStats:
-    budget_bytes: int
-    mapped_bytes: int  # chunks: never above the budget
-    bytes: int  # in slots that hold a block
-    slots: int
-    pinned: int
-    hits: int
-    misses: int
-    evictions: int
-    recuts: int  # chunks evicted as a whole for another size class
 
 
 class DramPool:
@@ -127,18 +43,34 @@ class DramPool:
     A budget below a multiple of the chunk size is divided evenly, so that all of it can be used.
     """
 
-    def __init__(self, budget_bytes: int, chunk_bytes: int = limits.pool_chunk_bytes):
+    def __init__(
+        self,
+        budget_bytes: int,
+        chunk_bytes: int = limits.pool_chunk_bytes,
+        *,
+        memory: Callable[[int], ChunkMemory] = PrivateMemory,
+        shared: bool = False,
+        observer: Observer | None = None,
+    ):
+        """memory: makes a chunk. shared: engines map the chunks, so each belongs to one domain."""
         page = limits.page_bytes
         self.budget_bytes = budget_bytes
+        self.shared = shared
+        self.observer = observer
+        self._make = memory
         self._chunks_max = -(-budget_bytes // chunk_bytes)
         self._chunk_bytes = budget_bytes // self._chunks_max // page * page if budget_bytes else 0
         if not self._chunk_bytes:
             self._chunks_max = 0
         self._lock = threading.Lock()
         self._index: dict[bytes, Slot] = {}
-        self._classes: dict[int, _SizeClass] = {}
-        self._chunks: list[_Chunk] = []
-        self._idle: list[_Chunk] = []  # chunks without a single slot in use: anyone's
+        self._classes: dict[tuple[bytes, int], SizeClass] = {}
+        self._chunks: list[Chunk] = []
+        self._idle: list[Chunk] = []  # chunks without a single slot in use: anyone's (of their domain, if shared)
+        self._spares: list[ChunkMemory] = []  # made ahead of need; they are nobody's yet
+        self._numbers = 0
+        self._generation = 0
+        self._lent = self._stranded = 0
         self._tick = 0  # of calls: what "used" counts in
         self._reserved = 0
         self._drops: dict[bytes, int] = {}  # key -> tick of its last drop, while slots reserved before it may exist
@@ -201,8 +133,10 @@ class DramPool:
                     slot.chunk.owner.lru.move_to_end(name)
 
     # --- fill ------------------------------------------------------------------------------------------------
-    def reserve(self, nbytes: int) -> Slot | None:
+    def reserve(self, nbytes: int, domain: bytes = b"") -> Slot | None:
         """Memory for a block of `nbytes`, to be ended by `publish` or `discard`; its content is undefined.
+
+        domain: whose it will be (16-byte tenant id); of no account where nothing is shared.
 
         None if the block is larger than a chunk or everything evictable is in use.
         """
@@ -211,22 +145,37 @@ class DramPool:
         if nbytes > self._chunk_bytes:
             return None
         slot_bytes = -(-nbytes // limits.page_bytes) * limits.page_bytes
+        name = (domain if self.shared else b"", slot_bytes)
         with self._lock:
-            size_class = self._classes.get(slot_bytes)
+            size_class = self._classes.get(name)
             if size_class is None:
-                size_class = self._classes[slot_bytes] = _SizeClass(slot_bytes)
+                size_class = self._classes[name] = SizeClass(*name)
             chunk = self._chunk_with_room(size_class)
             if chunk is None:
                 return None
             slot = chunk.take(nbytes, self._tick)
+            self._hide(slot)
             if chunk.full():
                 del size_class.partial[chunk]
             self._reserved += 1
             return slot
 
-    def publish(self, slot: Slot, key: bytes, keyspace: bytes = b"") -> bool:
+    def publish(
+        self,
+        slot: Slot,
+        key: bytes,
+        keyspace: bytes = b"",
+        *,
+        nbytes: int | None = None,
+        expires_s: int = 0,
+        pin: bool = False,
+    ) -> bool:
         """Make a reserved slot visible as `key`. False, and the slot is freed, if the key is here already or was
-        dropped since the slot was reserved. `keyspace` is for the caller to compare: the pool finds by key alone."""
+        dropped since the slot was reserved.
+
+        keyspace: for whoever reads to compare: the pool finds by key alone. nbytes: of the block, where the slot is
+        larger. expires_s: seconds since 1970, 0 never. pin: as `get` would, in the same step.
+        """
         with self._lock:
             self._end_reservation(slot)
             refused = slot.reserved_at < max(self._all_dropped_at, self._drops.get(key, 0))
@@ -237,9 +186,20 @@ class DramPool:
                 return False
             self._tick += 1
             slot.key, slot.keyspace = key, keyspace
+            if nbytes is not None:
+                slot.nbytes = nbytes
             slot.state = SlotState.PUBLISHED
-            slot.used = slot.chunk.used = self._tick
-            self._index[key] = slot.chunk.owner.lru[key] = slot
+            chunk = slot.chunk
+            slot.used = chunk.used = self._tick
+            self._index[key] = chunk.owner.lru[key] = slot
+            if pin:
+                slot.pins = 1
+                chunk.held += 1
+                chunk.owner.pinned += 1
+            if self.observer is not None:
+                self._generation += 2
+                chunk.memory.announce(slot.index, self._generation, key, keyspace, slot.offset, slot.nbytes, expires_s)
+                self.observer.published(slot)
             return True
 
     def discard(self, slot: Slot) -> None:
@@ -276,11 +236,61 @@ class DramPool:
             for slot in list(self._index.values()):
                 self._unpublish(slot)
 
+    # --- the node's memory, of which the pool is the largest part ------------------------------------------------
+    def lend(self, nbytes: int) -> bool:
+        """Take `nbytes` of the budget for something else; blocks make room for it. False if too much is in use."""
+        with self._lock:
+            self._lent += nbytes
+            while self._over() and self._give_up_coldest():
+                pass
+            if self._over() or self._lent > self.budget_bytes - self._chunk_bytes:
+                self._lent -= nbytes
+                return False
+            return True
+
+    def repay(self, nbytes: int) -> None:
+        with self._lock:
+            self._lent -= nbytes
+
+    def unstranded(self) -> None:
+        """No engine maps a chunk any more that was retired as stranded."""
+        with self._lock:
+            self._stranded -= self._chunk_bytes
+
+    def prefault(self) -> bool:
+        """Make one chunk ahead of need; False when the budget is used up. Takes tens of ms per chunk."""
+        with self._lock:
+            if not self._may_grow():
+                return False
+        try:
+            memory = self._make(self._chunk_bytes)
+        except OSError:
+            return False
+        with self._lock:
+            if self._may_grow():
+                self._spares.append(memory)
+                return True
+        memory.close()
+        return False
+
+    def close(self) -> None:
+        """Let go of all memory; nothing may be asked of the pool afterwards. Views that are out keep theirs."""
+        with self._lock:
+            for chunk in self._chunks:
+                chunk.memory.close()
+            for memory in self._spares:
+                memory.close()
+            self._chunks, self._spares, self._idle, self._chunks_max = [], [], [], 0
+            self._index.clear()
+            self._classes.clear()
+
     def stats(self) -> PoolStats:
         with self._lock:
             return PoolStats(
                 budget_bytes=self.budget_bytes,
-                mapped_bytes=len(self._chunks) * self._chunk_bytes,
+                mapped_bytes=(len(self._chunks) + len(self._spares)) * self._chunk_bytes,
+                lent_bytes=self._lent,
+                stranded_bytes=self._stranded,
                 bytes=sum(len(c.lru) * c.slot_bytes for c in self._classes.values()),
                 slots=len(self._index),
                 pinned=sum(c.pinned for c in self._classes.values()),
@@ -297,7 +307,16 @@ class DramPool:
         slot.chunk.held -= 1
         self._reserved -= 1
 
+    def _hide(self, slot: Slot) -> None:
+        """Before any byte of the slot changes: readers in other processes must not take it."""
+        if self.observer is not None:
+            self._generation += 2
+            slot.chunk.memory.withdraw(slot.index, self._generation + 1)
+
     def _unpublish(self, slot: Slot) -> None:
+        self._hide(slot)
+        if self.observer is not None:
+            self.observer.withdrawn(slot)
         owner = slot.chunk.owner
         del self._index[slot.key]
         del owner.lru[slot.key]
@@ -318,29 +337,76 @@ class DramPool:
             chunk.owner.partial.pop(chunk, None)
             self._idle.append(chunk)
 
-    def _chunk_with_room(self, size_class: _SizeClass) -> _Chunk | None:
-        if not size_class.partial and not self._idle and not self._grow(size_class):
+    def _chunk_with_room(self, size_class: SizeClass) -> Chunk | None:
+        if not size_class.partial and not self._idle_for(size_class) and not self._grow(size_class):
             self._evict_for(size_class)
         if not size_class.partial:
-            if not self._idle:
-                return None
-            chunk = self._idle.pop()
+            chunk = self._idle_for(size_class)
+            if chunk is None:  # what was evicted belonged to another domain
+                if not self._idle or not self._retire(self._idle[0]) or not self._grow(size_class):
+                    return None
+                chunk = self._idle_for(size_class)
+                assert chunk is not None
+            self._idle.remove(chunk)
             chunk.adopt(size_class)
             size_class.partial[chunk] = None
         return next(iter(size_class.partial))
 
-    def _grow(self, size_class: _SizeClass) -> bool:
-        if len(self._chunks) >= self._chunks_max:
+    def _idle_for(self, size_class: SizeClass) -> Chunk | None:
+        """The idle chunk of last use that this class may have."""
+        return next((chunk for chunk in reversed(self._idle) if chunk.owner.domain == size_class.domain), None)
+
+    def _retire(self, chunk: Chunk) -> bool:
+        """Give an idle chunk back to the system. False if engines still map it."""
+        self._idle.remove(chunk)
+        self._chunks.remove(chunk)
+        stranded = self.observer is not None and self.observer.retired(chunk)
+        if stranded:
+            self._stranded += self._chunk_bytes
+        chunk.memory.close()
+        return not stranded
+
+    def _over(self) -> bool:
+        return (len(self._chunks) + len(self._spares)) * self._chunk_bytes + self._lent + self._stranded > (
+            self.budget_bytes
+        )
+
+    def _may_grow(self) -> bool:
+        taken = (len(self._chunks) + len(self._spares) + 1) * self._chunk_bytes
+        return taken + self._lent + self._stranded <= self.budget_bytes and len(self._chunks) < self._chunks_max
+
+    def _give_up_coldest(self) -> bool:
+        """A spare, or the chunk that was used longest ago, goes back to the system."""
+        if self._spares:
+            self._spares.pop().close()
+            return True
+        chunk = min((c for c in self._chunks if not c.held), key=lambda c: c.used, default=None)
+        if chunk is None:
             return False
-        try:
-            chunk = _Chunk(self._chunk_bytes, size_class)
-        except OSError:  # the machine has less memory than the budget says: make do with what there is
+        self._evictions += len(chunk.slots)
+        for slot in list(chunk.slots.values()):
+            self._unpublish(slot)  # the last one makes the chunk idle
+        return self._retire(chunk)
+
+    def _grow(self, size_class: SizeClass) -> bool:
+        if self._spares:
+            memory = self._spares.pop()
+        elif not self._may_grow():
             return False
+        else:
+            try:
+                memory = self._make(self._chunk_bytes)
+            except OSError:  # the machine has less memory than the budget says: make do with what there is
+                return False
+        self._numbers += 1
+        chunk = Chunk(memory, size_class, self._numbers)
         self._chunks.append(chunk)
         self._idle.append(chunk)
+        if self.observer is not None:
+            self.observer.opened(chunk)
         return True
 
-    def _evict_for(self, size_class: _SizeClass) -> None:
+    def _evict_for(self, size_class: SizeClass) -> None:
         """Free the coldest slot of the class, or the coldest chunk of another class if that was used before it."""
         evictable = len(size_class.lru) > size_class.pinned
         rival = None
@@ -361,7 +427,7 @@ class DramPool:
             for slot in list(rival.slots.values()):
                 self._unpublish(slot)
 
-    def _coldest(self, size_class: _SizeClass) -> Slot:
+    def _coldest(self, size_class: SizeClass) -> Slot:
         """The coldest unpinned slot; there is one. Pinned ones met on the way are in use, so they go to the hot end."""
         while True:
             key, slot = next(iter(size_class.lru.items()))

@@ -25,7 +25,9 @@ from perdure.pool.dram import Slot
 Row = tuple[Any, ...]
 """A catalog record as a tuple in RECORD order: ten times cheaper to look at than an element of the array."""
 
-SEGMENT, OFFSET, STORED, CODEC = map((RECORD.names or ()).index, ("segment", "offset", "stored_bytes", "codec"))
+SEGMENT, OFFSET, STORED, CODEC, BLOCK_BYTES, EXPIRES = map(
+    (RECORD.names or ()).index, ("segment", "offset", "stored_bytes", "codec", "block_bytes", "expires_s")
+)
 
 
 class BlockStatus(IntEnum):
@@ -53,6 +55,7 @@ class Plan:
     element_bytes: int
     deadline: float | None
     direct: bool = False
+    domain: bytes = b""  # whose memory of the DRAM tier may be used (tenant id)
     raw: bool = False  # deliver the stored bytes as they are (copy-forward, verify); destinations have stored_bytes
     statuses: NDArray[np.uint8] = field(init=False)
     problems: dict[int, str] = field(init=False)

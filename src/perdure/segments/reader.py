@@ -23,7 +23,9 @@ from perdure.io.memory import Scratch
 from perdure.pool.dram import DramPool, Slot
 from perdure.segments import format as fmt
 from perdure.segments.landing import (
+    BLOCK_BYTES,
     CODEC,
+    EXPIRES,
     FOUND,
     LATE,
     OFFSET,
@@ -162,7 +164,7 @@ class SegmentReader:
         if root is not None or plan.encoded(position) or plan.raw:
             return None
         if not plan.direct:
-            return self._pool.reserve(fmt.record_bytes(stored) - limits.page_bytes)
+            return self._pool.reserve(fmt.record_bytes(stored) - limits.page_bytes, plan.domain)
         parts = plan.destinations[position]
         fits = len(parts) <= _DIRECT_PARTS_MAX and stored // len(parts) >= _DIRECT_PART_BYTES_MIN
         return parts if fits and all_aligned(parts, self._segments.roots[0].memory_alignment) else None
@@ -215,17 +217,23 @@ class SegmentReader:
         elif not block.in_place:
             copy_parts(block.payload, destination)
         if block.slot is not None:
-            self._pool.publish(block.slot, plan.keys[position], plan.keyspaces[position])
+            self._publish(plan, position, block.slot)
             block.slot = None
         plan.statuses[position] = FOUND
 
     def _keep_decoded(self, plan: Plan, position: int) -> None:
         """The DRAM tier holds blocks as the engine wants them, decoded once."""
         nbytes = sum(part.nbytes for part in plan.destinations[position])
-        slot = None if plan.direct else self._pool.reserve(fmt.record_bytes(nbytes) - limits.page_bytes)
+        slot = None if plan.direct else self._pool.reserve(nbytes, plan.domain)
         if slot is not None:
-            copy_parts(plan.destinations[position], [slot.view[:nbytes]])
-            self._pool.publish(slot, plan.keys[position], plan.keyspaces[position])
+            copy_parts(plan.destinations[position], [slot.view])
+            self._publish(plan, position, slot)
+
+    def _publish(self, plan: Plan, position: int, slot: Slot) -> None:
+        row = plan.rows[position]
+        self._pool.publish(
+            slot, plan.keys[position], plan.keyspaces[position], nbytes=row[BLOCK_BYTES], expires_s=row[EXPIRES]
+        )
 
     def _failed(self, plan: Plan, position: int, error: OSError, file: File | None) -> None:
         row, short = plan.rows[position], isinstance(error, ShortTransfer)
