@@ -51,6 +51,7 @@ LAYERS = [
         "inspect",
         "keeper",
         "keyspace",
+        "viewing",
         "rates",
         "reading",
         "reports",
@@ -78,6 +79,7 @@ PUBLIC = (
 # A limit's name ends in its unit; a state, what it is counted per, and a bound or default may follow.
 LIMIT_UNITS = (
     "bytes s ms blocks tokens records segments removals vectors threads parts keys entries slots pages requests "
+    "extents descriptors regions spaces connections views clients "
     "inflight contexts readers attempts retries factor ratio load version"
 )
 LIMIT_NAME = re.compile(rf"_({'|'.join(LIMIT_UNITS.split())})(_(open|idle))?(_per_[a-z]+)?(_(min|max|default))?$")

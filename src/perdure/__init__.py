@@ -25,7 +25,10 @@ if TYPE_CHECKING:
     from perdure.errors import FormatError as FormatError
     from perdure.errors import InvalidArgument as InvalidArgument
     from perdure.errors import PerdureError as PerdureError
+    from perdure.errors import ProtocolError as ProtocolError
     from perdure.errors import ReadOnlyStore as ReadOnlyStore
+    from perdure.errors import ServiceBusy as ServiceBusy
+    from perdure.errors import ServiceUnavailable as ServiceUnavailable
     from perdure.errors import StaleFence as StaleFence
     from perdure.errors import StoreClosed as StoreClosed
     from perdure.errors import StoreLocked as StoreLocked
@@ -39,6 +42,8 @@ if TYPE_CHECKING:
     from perdure.reports import WriteReport as WriteReport
     from perdure.reports import WriteStatus as WriteStatus
     from perdure.segments.landing import BlockStatus as BlockStatus
+    from perdure.service.client import RemoteStore as RemoteStore
+    from perdure.service.client import connect as connect
     from perdure.store import Seams as Seams
     from perdure.store import Store as Store
     from perdure.store import open as open  # noqa: A004
@@ -50,13 +55,15 @@ __version__ = "0.1.0"
 _HOME = {
     "catalog.api": ("Durability", "Lease"),
     "errors": (
-        "BufferMismatch", "CatalogError", "FormatError", "InvalidArgument", "PerdureError", "ReadOnlyStore",
-        "StaleFence", "StoreClosed", "StoreLocked", "StorePathError", "UnknownOption",
+        "BufferMismatch", "CatalogError", "FormatError", "InvalidArgument", "PerdureError", "ProtocolError",
+        "ReadOnlyStore", "ServiceBusy", "ServiceUnavailable", "StaleFence", "StoreClosed", "StoreLocked",
+        "StorePathError", "UnknownOption",
     ),
     "io.memory": ("aligned_buffer",),
     "keys": ("KVLayout",),
     "keyspace": ("Advice", "Keyspace"),
     "reports": ("ReadReport", "WriteReport", "WriteStatus"),
+    "service.client": ("RemoteStore", "connect"),
     "segments.landing": ("BlockStatus",),
     "store": ("Seams", "Store", "open", "rebuild"),
     "writing": ("AdmissionRequest",),

@@ -38,7 +38,7 @@ from perdure.io.api import Engine, Files
 from perdure.io.files import reserve_beyond_end
 from perdure.io.memory import Scratch
 from perdure.keys import key_list
-from perdure.pool.dram import DramPool
+from perdure.pool.dram import DramPool, Slot
 from perdure.presence import PresenceIndex
 from perdure.rates import Rates
 from perdure.segments.health import Health
@@ -252,6 +252,7 @@ class Core:
     pending: Pending = field(init=False)
     touches: Touches = field(init=False)
     filled: threading.Event = field(default_factory=threading.Event)  # the presence index knows what the catalog knows
+    limbo: deque[tuple[threading.Event, list[Slot]]] = field(default_factory=deque)  # slots the disk may still write to
     index_lost: bool = False  # the block index is being rebuilt in the background
 
     def __post_init__(self) -> None:

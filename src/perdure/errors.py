@@ -49,3 +49,15 @@ class StaleFence(PerdureError):
 
 class CatalogError(PerdureError):
     """The catalog could not carry out the operation (full, I/O error, damaged); nothing was changed."""
+
+
+class ServiceUnavailable(PerdureError):
+    """No service answers at the address, or it ended and did not come back within the call's deadline."""
+
+
+class ServiceBusy(PerdureError):
+    """The service has no room for this client or its memory; the message says which limit, and what to raise."""
+
+
+class ProtocolError(PerdureError):
+    """The other side said something that is not the protocol, or speaks another version of it."""

@@ -115,7 +115,7 @@ class Keyspace:
 
         prefill_tokens_per_s: what the engine computes. Before the first read nothing is known, and loading is advised.
         """
-        _check_seconds(prefill_tokens_per_s, "prefill_tokens_per_s", math.inf)
+        check_seconds(prefill_tokens_per_s, "prefill_tokens_per_s", math.inf)
         found, rate = self.lookup(keys), self._core.rates.disk_read
         recompute = found * self.layout.block_tokens / prefill_tokens_per_s
         if not rate.calls:
@@ -148,7 +148,7 @@ class Keyspace:
         self._check()
         array = naming.check_keys(keys)
         blocks = as_blocks(into, len(array), self.layout.block_bytes, writable=True, what="into")
-        return reading.read(self._core, self, array, blocks, deadline_s=_seconds(deadline_s), direct=direct)
+        return reading.read(self._core, self, array, blocks, deadline_s=seconds_of(deadline_s), direct=direct)
 
     def write(
         self,
@@ -173,13 +173,13 @@ class Keyspace:
         array = naming.check_keys(keys)
         parts = as_blocks(blocks, len(array), self.layout.block_bytes, writable=False, what="blocks")
         if ttl_s is not None:
-            _check_seconds(ttl_s, "ttl_s", limits.ttl_s_max)
+            check_seconds(ttl_s, "ttl_s", limits.ttl_s_max)
         if lease is not None:
-            _check_lease(lease)
-        now, limit = core.steady.now(), _seconds(deadline_s)
+            check_lease(lease)
+        now, limit = core.steady.now(), seconds_of(deadline_s)
         retention, expires_s = writing.retention(ttl_s, now)
         terms = Terms(
-            durability=_durability(durability),
+            durability=durability_of(durability),
             retention=retention,
             created_s=int(now),
             expires_s=expires_s,
@@ -201,7 +201,7 @@ class Keyspace:
 
     @staticmethod
     def _late_start(verb: Callable[..., Any], submitted: float, keys: Any, data: Any, options: dict[str, Any]) -> Any:
-        given = _seconds(options.get("deadline_s"))
+        given = seconds_of(options.get("deadline_s"))
         if given is not None:
             options = options | {"deadline_s": max(0.0, given - (time.monotonic() - submitted))}
         return verb(keys, data, **options)
@@ -216,7 +216,7 @@ class Keyspace:
         array = naming.check_keys(keys)
         if not len(array):
             raise InvalidArgument("reserve: no keys, so there is nothing to reserve")
-        _check_seconds(ttl_s, "ttl_s", limits.lease_ttl_s_max)
+        check_seconds(ttl_s, "ttl_s", limits.lease_ttl_s_max)
         core = self._core
         self._writable()
         holder = core.owner + os.urandom(8)  # ends with the owner, see ControlStore.end_owner
@@ -225,14 +225,14 @@ class Keyspace:
     def end_lease(self, lease: Lease) -> bool:
         """Give a lease back; False if it had been lost."""
         self._check()
-        _check_lease(lease)
+        check_lease(lease)
         return self._core.control.release(lease)
 
     def pin(self, keys: KeyArray | Sequence[bytes], *, ttl_s: float) -> PinHandle:
         """Keep blocks from being evicted for `ttl_s` seconds, or until released. Keys not stored yet are pinned too."""
         self._check()
         self._writable()
-        _check_seconds(ttl_s, "ttl_s", limits.pin_ttl_s_max)
+        check_seconds(ttl_s, "ttl_s", limits.pin_ttl_s_max)
         pin_id = self._core.pins.add(naming.check_keys(keys), ttl_s)
         return PinHandle(self._core, pin_id, self._core.clock.boottime() + ttl_s)
 
@@ -247,7 +247,7 @@ class Keyspace:
             raise ReadOnlyStore(f"{self._core.path} was opened read-only; open it without read_only=True")
 
 
-def _seconds(deadline_s: float | None) -> float | None:
+def seconds_of(deadline_s: float | None) -> float | None:
     """None: no deadline, also where it is farther away than clocks can tell."""
     if deadline_s is None:
         return None
@@ -256,17 +256,17 @@ def _seconds(deadline_s: float | None) -> float | None:
     return None if deadline_s > limits.deadline_s_max else float(deadline_s)
 
 
-def _check_seconds(value: float, name: str, most: float) -> None:
+def check_seconds(value: float, name: str, most: float) -> None:
     if not isinstance(value, Real) or not 0 < value <= most:
         raise InvalidArgument(f"{name}={value!r}: must be a number above 0 and at most {most}")
 
 
-def _check_lease(lease: Lease) -> None:
+def check_lease(lease: Lease) -> None:
     if not isinstance(lease, Lease):
         raise InvalidArgument(f"lease={lease!r}: pass what `reserve` returned")
 
 
-def _durability(value: str | Durability) -> Durability:
+def durability_of(value: str | Durability) -> Durability:
     if isinstance(value, Durability):
         return value
     try:

@@ -71,7 +71,37 @@ presence_gallop_first_keys: Final = 64
 presence_gallop_keys_max: Final = 4096  # 256 KiB of buckets: stays in the L2 cache
 pool_chunk_bytes: Final = 64 * MIB
 huge_page_bytes: Final = 2 * MIB
+lent_bytes_min: Final = 128 * MIB  # staging and rings of engines may take so much beyond a small pool
 adapter_staging_bytes_max: Final = 64 * MIB  # what an engine adapter gathers or scatters at a time; two at once
+
+# --- service --------------------------------------------------------------------------------------------------
+wire_version: Final = 1
+message_bytes_max: Final = 128 * KIB  # of one datagram; longer batches are cut by the client
+message_keys_max: Final = 2048
+message_extents_max: Final = 4096  # parts of registered memory in one message, 16 bytes each
+message_descriptors_max: Final = 64  # chunks handed over at a time; the kernel's own limit is 253
+message_tokens_max: Final = 24_576  # of `explain_prefix`
+socket_path_bytes_max: Final = 107  # sun_path
+fetch_bytes_max: Final = 256 * MIB  # one message brings at most so much into the DRAM tier, and a quarter of the pool
+staging_bytes_max: Final = 64 * MIB  # of one client, taken at its first write
+region_bytes_max: Final = 1024 * GIB
+regions_per_client_max: Final = 64
+spaces_per_client_max: Final = 1024
+connections_per_client_max: Final = 64
+views_per_client_max: Final = 65_536
+clients_max_default: Final = 4096
+service_threads: Final = 32
+service_data_threads_max: Final = 24  # of them; what is left answers questions while the disk hangs
+hello_wait_s: Final = 10.0
+fetch_grant_s: Final = 30.0  # a client that copies longer than this has died or sleeps
+view_ttl_s_default: Final = 30.0
+view_ttl_s_max: Final = 600.0
+beat_s: Final = 0.05  # rings are drained, clocks told
+call_s_default: Final = 30.0  # how long a call without a deadline waits for a service that does not answer
+reconnect_wait_s: Final = 0.02
+reconnect_s_default: Final = 1.0  # a call without a deadline waits so long for a service that is not there
+ring_entries: Final = 8192  # touches a client may report between two beats
+send_wait_s: Final = 1.0  # a client that does not take its answer is cut off
 
 # --- lifetimes ------------------------------------------------------------------------------------------------
 lease_ttl_s_default: Final = 30.0
@@ -105,3 +135,9 @@ _check(publish_batch_blocks_max <= batch_blocks_max, "publish_batch_blocks_max <
 _check(block_bytes_max <= adapter_staging_bytes_max, "a largest block fits an adapter's staging")
 _check(block_bytes_max <= pool_chunk_bytes, "a largest block fits a pool chunk")
 _check(recency_tick_s < recency_flush_s, "recency is flushed less often than it ticks")
+_check(message_keys_max * (key_bytes + 16) + 16 * KIB <= message_bytes_max, "keys and their extents fit a message")
+_check(message_extents_max * 16 + message_keys_max // 2 * (key_bytes + 4) <= message_bytes_max, "extents fit a message")
+_check(4 * message_tokens_max + 4 * KIB <= message_bytes_max, "tokens fit a message")
+_check(service_data_threads_max < service_threads, "some threads are left for questions")
+_check(beat_s <= 0.1, "touches are drained at least ten times a second")
+_check(staging_bytes_max >= block_bytes_max, "a largest block fits the staging")

@@ -221,7 +221,7 @@ class PresenceIndex:
     def _bury(self, slots: Slots) -> int:
         fp = self._table.fp.reshape(-1)
         if self._mirror is not None:
-            self._mirror.removed(fp[slots])
+            self._mirror.removed(fp[slots], self._table.segment[slots])
         fp[slots] = TOMBSTONE
         self._count -= slots.size
         self._tombstones += slots.size

@@ -87,8 +87,14 @@ def read(
     report = ReadReport(statuses, 0, 0, 0.0)
     if count:
         _from_memory(core, space, keys, destinations, report)
-        _from_disk(core, space, keys, destinations, deadline, direct, report)
-    found = statuses == _FOUND
+        from_disk(core, space, keys, destinations, deadline, direct, report)
+    finish(core, space, keys, report, started)
+    return report
+
+
+def finish(core: Core, space: Keyspace, keys: KeyArray, report: ReadReport, started: float) -> None:
+    """Sums, recency and counters of a report whose statuses are final."""
+    count, found = len(keys), report.statuses == _FOUND
     total = int(np.count_nonzero(found))
     report.usable = count if total == count else int(found.argmin())
     report.bytes = total * space.layout.block_bytes
@@ -98,7 +104,6 @@ def read(
     elif total:
         core.touches.add(keys[found], core.tick())
     _count(core, report, total, count)
-    return report
 
 
 def _from_memory(
@@ -127,7 +132,7 @@ def _from_memory(
     core.rates.memory_read.add(report.from_memory * size, time.monotonic() - started)
 
 
-def _from_disk(
+def from_disk(
     core: Core,
     space: Keyspace,
     keys: KeyArray,
@@ -135,8 +140,14 @@ def _from_disk(
     deadline: float | None,
     direct: bool,
     report: ReadReport,
+    expiries: dict[int, int] | None = None,
 ) -> None:
+    """Read what the report does not have yet and there is memory for (`destinations`: an empty one is left out).
+
+    expiries: position -> expiry of the blocks that have one, for who wants to keep them."""
     rest = np.flatnonzero(report.statuses != _FOUND)
+    if not all(destinations):
+        rest = np.array([position for position in rest.tolist() if destinations[position]], np.intp)
     for attempt in range(2 if len(rest) else 0):
         started = time.monotonic()
         asked = keys if len(rest) == len(keys) else keys[rest]
@@ -147,6 +158,8 @@ def _from_disk(
             return
         if not chosen:
             return
+        if expiries is not None:
+            expiries |= {at: row[_EXPIRES] for at, row in zip(chosen, rows, strict=True) if row[_EXPIRES]}
         plan = Plan(
             keys=key_list(keys[chosen]),
             keyspaces=[space.digest] * len(chosen),

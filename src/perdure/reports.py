@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from enum import IntEnum
 
@@ -41,13 +42,20 @@ class ReadReport:
     from_memory: int = 0
     problems: dict[int, str] = field(default_factory=dict)
     _settled: threading.Event | None = None
+    _settlers: list[Callable[[float | None], bool]] = field(default_factory=list)
 
     def count(self, status: BlockStatus) -> int:
         return int(np.count_nonzero(self.statuses == status))
 
     def wait_settled(self, timeout_s: float | None = None) -> bool:
         """True when nothing can touch the caller's memory any more on behalf of this read."""
-        return self._settled is None or self._settled.wait(timeout_s)
+        return all(wait(timeout_s) for wait in self._settlers) and (
+            self._settled is None or self._settled.wait(timeout_s)
+        )
+
+    def settle_by(self, wait: Callable[[float | None], bool]) -> None:
+        """There is someone else to wait for: `wait` gets the timeout and says whether it has settled."""
+        self._settlers.append(wait)
 
 
 @dataclass(slots=True)

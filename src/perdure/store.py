@@ -72,6 +72,7 @@ class Seams:
     engine: Callable[[], Engine] = default_engine
     index: Callable[[BlockIndex], BlockIndex] = lambda index: index
     control: Callable[[ControlStore], ControlStore] = lambda control: control
+    pool: Callable[[int], DramPool] = DramPool
 
 
 class Store:
@@ -146,8 +147,9 @@ class Store:
             roots.append(seams.files(str(mirror)))
         segments, table = SegmentStore(roots, secret), SegmentTable(control)
         undo.callback(segments.close)
-        engine, scratch, pool = seams.engine(), Scratch(), DramPool(memory_bytes)
+        engine, scratch, pool = seams.engine(), Scratch(), seams.pool(memory_bytes)
         undo.callback(engine.close)
+        undo.callback(pool.close)
         cores = len(os.sched_getaffinity(0))
         # On a disk smaller than the capacity, too, reclaim needs a choice of segments.
         segment_bytes = _segment_bytes(min(capacity_bytes, shutil.disk_usage(path).total))
@@ -248,7 +250,7 @@ class Store:
         with contextlib.ExitStack() as steps:  # run in reverse order, each even if another fails
             if self._lock is not None:
                 steps.callback(self._lock.close)
-            for part in (core.control, core.index, core.engine, core.segments, core.reader):
+            for part in (core.pool, core.control, core.index, core.engine, core.segments, core.reader):
                 steps.callback(part.close)
             steps.callback(core.workers.shutdown)
             if not core.read_only:
@@ -256,6 +258,11 @@ class Store:
                 steps.callback(core.writer.close)
                 steps.callback(flush_pending, core, last=True)
                 steps.callback(self._keeper.stop)
+
+    @property
+    def core(self) -> Core:
+        """The parts, for what is built on top of a store (the service)."""
+        return self._core
 
     def _check(self) -> None:
         if self._closed is not None:

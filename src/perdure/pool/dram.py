@@ -50,13 +50,12 @@ class DramPool:
         *,
         memory: Callable[[int], ChunkMemory] = PrivateMemory,
         shared: bool = False,
-        observer: Observer | None = None,
     ):
         """memory: makes a chunk. shared: engines map the chunks, so each belongs to one domain."""
         page = limits.page_bytes
         self.budget_bytes = budget_bytes
         self.shared = shared
-        self.observer = observer
+        self._observer: Observer | None = None
         self._make = memory
         self._chunks_max = -(-budget_bytes // chunk_bytes)
         self._chunk_bytes = budget_bytes // self._chunks_max // page * page if budget_bytes else 0
@@ -196,10 +195,10 @@ class DramPool:
                 slot.pins = 1
                 chunk.held += 1
                 chunk.owner.pinned += 1
-            if self.observer is not None:
-                self._generation += 2
-                chunk.memory.announce(slot.index, self._generation, key, keyspace, slot.offset, slot.nbytes, expires_s)
-                self.observer.published(slot)
+            self._generation += 2
+            chunk.memory.announce(slot.index, self._generation, key, keyspace, slot.offset, slot.nbytes, expires_s)
+            if self._observer is not None:
+                self._observer.published(slot)
             return True
 
     def discard(self, slot: Slot) -> None:
@@ -238,12 +237,14 @@ class DramPool:
 
     # --- the node's memory, of which the pool is the largest part ------------------------------------------------
     def lend(self, nbytes: int) -> bool:
-        """Take `nbytes` of the budget for something else; blocks make room for it. False if too much is in use."""
+        """Take `nbytes` of the budget for something else; blocks make room for it. False if too much is in use.
+
+        Beside a small pool `limits.lent_bytes_min` are always there: its service could serve nobody without."""
         with self._lock:
             self._lent += nbytes
             while self._over() and self._give_up_coldest():
                 pass
-            if self._over() or self._lent > self.budget_bytes - self._chunk_bytes:
+            if self._over() or self._charged > max(0, self.budget_bytes - self._chunk_bytes):
                 self._lent -= nbytes
                 return False
             return True
@@ -256,6 +257,18 @@ class DramPool:
         """No engine maps a chunk any more that was retired as stranded."""
         with self._lock:
             self._stranded -= self._chunk_bytes
+
+    def observe(self, observer: Observer | None) -> None:
+        """From now on `observer` is told of every change, first of what is there already."""
+        with self._lock:
+            self._observer = observer
+            if observer is None:
+                return
+            for chunk in self._chunks:
+                observer.opened(chunk)
+                for slot in chunk.slots.values():
+                    if slot.state is SlotState.PUBLISHED:
+                        observer.published(slot)
 
     def prefault(self) -> bool:
         """Make one chunk ahead of need; False when the budget is used up. Takes tens of ms per chunk."""
@@ -286,19 +299,13 @@ class DramPool:
 
     def stats(self) -> PoolStats:
         with self._lock:
+            used, slots = sum(len(c.lru) * c.slot_bytes for c in self._classes.values()), len(self._index)
+            mapped = (len(self._chunks) + len(self._spares)) * self._chunk_bytes
+            pinned = sum(c.pinned for c in self._classes.values())
             return PoolStats(
-                budget_bytes=self.budget_bytes,
-                mapped_bytes=(len(self._chunks) + len(self._spares)) * self._chunk_bytes,
-                lent_bytes=self._lent,
-                stranded_bytes=self._stranded,
-                bytes=sum(len(c.lru) * c.slot_bytes for c in self._classes.values()),
-                slots=len(self._index),
-                pinned=sum(c.pinned for c in self._classes.values()),
-                hits=self._hits,
-                misses=self._misses,
-                evictions=self._evictions,
-                recuts=self._recuts,
-            )
+                self.budget_bytes, mapped, self._lent, self._stranded, used, slots, pinned,
+                self._hits, self._misses, self._evictions, self._recuts,
+            )  # fmt: skip
 
     # --- memory (all below: with the lock held) --------------------------------------------------------------
     def _end_reservation(self, slot: Slot) -> None:
@@ -309,14 +316,13 @@ class DramPool:
 
     def _hide(self, slot: Slot) -> None:
         """Before any byte of the slot changes: readers in other processes must not take it."""
-        if self.observer is not None:
-            self._generation += 2
-            slot.chunk.memory.withdraw(slot.index, self._generation + 1)
+        self._generation += 2
+        slot.chunk.memory.withdraw(slot.index, self._generation + 1)
 
     def _unpublish(self, slot: Slot) -> None:
         self._hide(slot)
-        if self.observer is not None:
-            self.observer.withdrawn(slot)
+        if self._observer is not None:
+            self._observer.withdrawn(slot)
         owner = slot.chunk.owner
         del self._index[slot.key]
         del owner.lru[slot.key]
@@ -360,20 +366,25 @@ class DramPool:
         """Give an idle chunk back to the system. False if engines still map it."""
         self._idle.remove(chunk)
         self._chunks.remove(chunk)
-        stranded = self.observer is not None and self.observer.retired(chunk)
+        stranded = self._observer is not None and self._observer.retired(chunk)
         if stranded:
             self._stranded += self._chunk_bytes
         chunk.memory.close()
         return not stranded
 
+    @property
+    def _charged(self) -> int:
+        """What is lent, as far as it counts against the budget."""
+        small = self.budget_bytes < 4 * limits.lent_bytes_min
+        return max(0, self._lent - limits.lent_bytes_min) if small else self._lent
+
     def _over(self) -> bool:
-        return (len(self._chunks) + len(self._spares)) * self._chunk_bytes + self._lent + self._stranded > (
-            self.budget_bytes
-        )
+        mapped = (len(self._chunks) + len(self._spares)) * self._chunk_bytes
+        return mapped + self._charged + self._stranded > self.budget_bytes
 
     def _may_grow(self) -> bool:
         taken = (len(self._chunks) + len(self._spares) + 1) * self._chunk_bytes
-        return taken + self._lent + self._stranded <= self.budget_bytes and len(self._chunks) < self._chunks_max
+        return taken + self._charged + self._stranded <= self.budget_bytes and len(self._chunks) < self._chunks_max
 
     def _give_up_coldest(self) -> bool:
         """A spare, or the chunk that was used longest ago, goes back to the system."""
@@ -402,8 +413,8 @@ class DramPool:
         chunk = Chunk(memory, size_class, self._numbers)
         self._chunks.append(chunk)
         self._idle.append(chunk)
-        if self.observer is not None:
-            self.observer.opened(chunk)
+        if self._observer is not None:
+            self._observer.opened(chunk)
         return True
 
     def _evict_for(self, size_class: SizeClass) -> None:

@@ -28,6 +28,11 @@ HEADER_BYTES: Final = 128
 _BODY: Final = struct.Struct("=32s32sQQI")
 
 
+def header_bytes(chunk_bytes: int) -> int:
+    """Room for the headers of the most slots a chunk can have; those never used cost no memory."""
+    return max(1, chunk_bytes // limits.page_bytes) * HEADER_BYTES
+
+
 class ChunkMemory(Protocol):
     """Memory for one chunk. `view`: the slots' bytes, format 'B', page-aligned."""
 
@@ -72,11 +77,12 @@ class SharedChunk:
     """A chunk that engines map read-only. Its pages are there from the start: no request waits for page faults."""
 
     def __init__(self, nbytes: int, *, huge: bool = False):
-        headers = max(1, nbytes // limits.page_bytes) * HEADER_BYTES
+        headers = header_bytes(nbytes)
         if huge:
             headers += -headers % limits.huge_page_bytes
         self.memory = SharedMemory("pool", nbytes + headers, huge=huge)
         self.nbytes = nbytes
+        self.slots_max = max(1, nbytes // limits.page_bytes)
         self.view = self.memory.array[:nbytes].data
         if not self.memory.huge:
             populate(self.memory.array[:nbytes])
@@ -92,6 +98,13 @@ class SharedChunk:
 
     def withdraw(self, index: int, generation: int) -> None:
         self._generations[index * (HEADER_BYTES // 8)] = generation
+
+    def generation(self, index: int) -> int:
+        return int(self._generations[index * (HEADER_BYTES // 8)])
+
+    def header(self, index: int) -> tuple[int, bytes, bytes, int, int, int]:
+        """(generation, key, keyspace, offset, bytes, expires_s) as they are now."""
+        return HEADER.unpack_from(self._headers, index * HEADER_BYTES)
 
     def close(self) -> None:
         self._generations.release()

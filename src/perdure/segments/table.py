@@ -68,3 +68,8 @@ class SegmentTable:
                 if number == len(self._names):
                     self._names.append(segment)
         return number
+
+    def tenant(self, ordinal: int) -> bytes:
+        """Whose a segment is, by its ordinal; empty if it is not in the table (any more)."""
+        record = self._records.get(self._names[ordinal])
+        return record.tenant if record is not None else b""

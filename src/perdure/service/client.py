@@ -1,0 +1,308 @@
+"""`perdure.connect`: the verbs of a store, carried out by the service beside this process.
+
+    with perdure.connect("DIR") as store:            # or the socket's path, or "unix:///run/perdure.sock"
+        space = store.keyspace(model=..., weights=..., layout=..., tenant=...)
+        with space.view(keys) as view: ...           # blocks where they lie, without a copy
+
+Contract
+- The verbs, their arguments and reports are those of `perdure.open`. A cache failure never fails a request: without a
+  service `lookup` finds nothing, `read` reports MISSING, `write` FAILED; what it does not answer in time is LATE.
+- Calls without a deadline wait `limits.call_s_default` for a service that does not answer.
+- Thread-safe. After fork() the child must connect by itself, and is told so.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+from numpy.typing import ArrayLike
+
+from perdure import limits
+from perdure.errors import InvalidArgument, ServiceUnavailable, UnknownOption
+from perdure.io.memory import address
+from perdure.io.shared import map_fd
+from perdure.keys import KeyspaceIdentity, KVLayout, token_bytes
+from perdure.service import messages as m
+from perdure.service import sockets
+from perdure.service.local import Late, LocalTransport, Run
+from perdure.service.maps import DomainMaps
+
+_STAGING_BYTES = 16 * limits.MIB
+
+
+class Region:
+    """Memory that the service reads and writes directly. `view`: its bytes, writable; buffers made of parts of it
+    can be passed to `read` and `write`. `fd`: for registering it with a GPU driver."""
+
+    def __init__(self, fd: int, nbytes: int):
+        self.fd, self.nbytes = fd, nbytes
+        self.view: memoryview = map_fd(fd, nbytes, writable=True).data
+        self.start = address(self.view)
+        self.numbers: dict[bytes, int] = {}  # run of the service -> its number there
+
+    def offset(self, part: memoryview) -> int | None:
+        at = address(part) - self.start
+        return at if at >= 0 and at + part.nbytes <= self.nbytes else None
+
+    def close(self) -> None:
+        if self.fd >= 0:
+            os.close(self.fd)
+            self.fd = -1
+
+
+class RemoteStore:
+    """A connection to a service. Made by `perdure.connect`."""
+
+    def __init__(self, address: str | os.PathLike[str], *, name: str, wait_s: float):
+        self.path: Path = sockets.socket_path(address)
+        self.transport = LocalTransport(self.path, name, wait_s)
+        self.transport.on_retired = self._retired
+        self._lock = threading.Lock()
+        self._maps: dict[tuple[bytes, bytes], DomainMaps] = {}
+        self._regions: list[Region] = []
+        self._staging: list[Region] = []
+        self._staged_bytes = 0
+        self._staging_free = threading.Condition(self._lock)
+        self._attaching = threading.Lock()
+        self._spaces: list[Any] = []
+
+    # --- use
+    def keyspace(
+        self,
+        *,
+        model: str,
+        weights: str,
+        layout: KVLayout,
+        tenant: str,
+        lora: str = "",
+        draft: str = "",
+        codec: str | None = None,
+    ) -> Any:
+        """As `Store.keyspace`; the digest is derived by the service, which alone knows the secret."""
+        from perdure.service.remote import RemoteKeyspace
+
+        identity = KeyspaceIdentity(model, weights, layout, lora, draft)
+        space = RemoteKeyspace(self, tenant, identity, codec or "")
+        self._spaces.append(space)
+        return space
+
+    def landing(self, nbytes: int) -> Region:
+        """Memory of the node's budget that the service delivers into: where a GPU copies from, for example."""
+        made: list[Region] = []
+        run, deadline = self.current()
+
+        def receive(answer: Any, fds: list[int]) -> None:
+            region = Region(os.dup(fds[0]), nbytes)
+            os.set_inheritable(region.fd, False)
+            region.numbers[run.welcome.boot] = answer.number
+            made.append(region)
+
+        self.ask(run, lambda i: m.Region(i, "landing", nbytes), deadline, receive=receive)
+        self._regions.append(made[0])
+        return made[0]
+
+    def register(self, fd: int, nbytes: int | None = None) -> Region:
+        """Let the service read and write memory of yours: a memfd sealed with F_SEAL_SHRINK is mapped there; a file in
+        /dev/shm, which cannot be sealed, is copied by the service instead."""
+        size = os.fstat(fd).st_size
+        region = Region(fcntl.fcntl(fd, fcntl.F_DUPFD_CLOEXEC, 3), size if nbytes is None else nbytes)
+        try:
+            run, deadline = self.current()
+            self.region_number(run, region, deadline)
+        except BaseException:
+            region.close()
+            raise
+        self._regions.append(region)
+        return region
+
+    def unregister(self, region: Region) -> None:
+        """Take memory back. The service touches it no more after this, but for late direct reads still going on."""
+        if region in self._regions:
+            self._regions.remove(region)
+            run, deadline = self.current()
+            number = region.numbers.pop(run.welcome.boot, None)
+            if number is not None:
+                self.ask(run, lambda i: m.Unregister(i, number), deadline)
+            region.close()
+
+    def status(self) -> dict[str, Any]:
+        """As `Store.status`."""
+        content: dict[str, Any] = self.service_status()["store"]
+        return content
+
+    def service_status(self) -> dict[str, Any]:
+        """Of the service: its clients, its memory, and under "store" the store's own status."""
+        return self._document(m.Status)
+
+    def explain(self, key: bytes) -> dict[str, Any]:
+        return self._document(lambda i: m.Explain(i, key))
+
+    def explain_prefix(self, space: Any, token_ids: ArrayLike) -> dict[str, Any]:
+        raw = token_bytes(token_ids)
+        if len(raw) > 4 * limits.message_tokens_max:
+            raise InvalidArgument(f"{len(raw) // 4} tokens: explain at most {limits.message_tokens_max} at a time")
+        return self._document(lambda i: m.ExplainPrefix(i, space.number(self.current()[0]), raw))
+
+    def sync(self) -> None:
+        run, deadline = self.current()
+        self.ask(run, lambda i: m.Sync(i), deadline)
+
+    def wait_ready(self, timeout_s: float | None = None) -> bool:
+        """Until the service has finished what follows opening the store."""
+        give_up = time.monotonic() + (limits.deadline_s_max if timeout_s is None else timeout_s)
+        while not self.status()["background"]["ready"]:
+            if time.monotonic() > give_up:
+                return False
+            time.sleep(0.02)
+        return True
+
+    def close(self) -> None:
+        """Disconnect: the service ends what this client held. Idempotent."""
+        for space in self._spaces:
+            space.end()
+        self.transport.close()
+        self._maps.clear()
+        for region in [*self._regions, *self._staging]:
+            region.close()
+        self._regions.clear()
+        self._staging.clear()
+
+    def __enter__(self) -> RemoteStore:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _document(self, question: Any) -> dict[str, Any]:
+        run, deadline = self.current()
+        content: dict[str, Any] = self.ask(run, question, deadline).content
+        return content
+
+    # --- for keyspaces
+    def current(self, deadline: float | None = None) -> tuple[Run, float]:
+        """The run of the service and when to stop waiting for it."""
+        if deadline is not None:
+            return self.transport.run(deadline), deadline
+        now = time.monotonic()
+        return self.transport.run(now + limits.reconnect_s_default), now + limits.call_s_default
+
+    def ask(self, run: Run, question: Any, deadline: float, **options: Any) -> Any:
+        """As `transport.ask`, with lateness as an error: for calls whose outcome is not a status."""
+        try:
+            return self.transport.ask(run, question, deadline, **options)
+        except Late:
+            raise ServiceUnavailable(f"{self.path}: the service did not answer in time") from None
+
+    def maps(self, run: Run, tenant_id: bytes, number: int, deadline: float) -> DomainMaps:
+        """The maps of a tenant, brought up to date if the service has changed them."""
+        name = (run.welcome.boot, tenant_id)
+        maps = self._maps.get(name)
+        if maps is None or maps.stale:
+            with self._attaching:
+                for old in [one for one in self._maps if one[0] != run.welcome.boot]:
+                    self._maps.pop(old, None)
+                maps = self._maps.setdefault(name, DomainMaps())
+                for _ in range(limits.message_descriptors_max):
+                    if not maps.stale:
+                        break
+                    self._attach(run, maps, number, deadline)
+        return maps
+
+    def _attach(self, run: Run, maps: DomainMaps, number: int, deadline: float) -> None:
+        versions, chunks = list(maps.versions), list(maps.chunks)
+        self.transport.ask(run, lambda i: m.Attach(i, number, versions, chunks), deadline, receive=maps.update)
+
+    def _retired(self, tenant_id: bytes) -> None:
+        """The service has given up chunks: let go of them, so that their memory is free again."""
+        for space in list(self._spaces):
+            if space.tenant_id == tenant_id:
+                threading.Thread(target=space.refresh, name="perdure-unmap", daemon=True).start()
+                return
+
+    def region_of(self, blocks: list[list[memoryview]]) -> tuple[Region, list[list[tuple[int, int]]]] | None:
+        """The registered region that all parts of all blocks lie in, and where."""
+        for region in list(self._regions):
+            extents = [[(region.offset(part), part.nbytes) for part in parts] for parts in blocks]
+            if all(offset is not None for parts in extents for offset, _ in parts):
+                return region, extents  # type: ignore[return-value]
+        return None
+
+    def region_number(self, run: Run, region: Region, deadline: float) -> int:
+        """A region's number in this run; registered anew after the service was replaced."""
+        number = region.numbers.get(run.welcome.boot)
+        if number is None:
+            answer = self.ask(run, lambda i: m.Region(i, "client", region.nbytes), deadline, send_fds=[region.fd])
+            number = region.numbers[run.welcome.boot] = int(answer.number)
+        return number
+
+    def take_staging(self, run: Run, nbytes: int, deadline: float) -> Region:
+        """Staging memory for one call. Raises Late if all of it is in use until the deadline."""
+        size = max(_STAGING_BYTES, -(-nbytes // limits.page_bytes) * limits.page_bytes)
+        with self._staging_free:
+            while True:
+                for old in [one for one in self._staging if run.welcome.boot not in one.numbers]:
+                    self._staging.remove(old)
+                    self._drop_staging(old)
+                fitting = next((one for one in self._staging if one.nbytes >= size), None)
+                if fitting is not None:
+                    self._staging.remove(fitting)
+                    return fitting
+                if self._staged_bytes + size <= limits.staging_bytes_max or not self._staged_bytes:
+                    self._staged_bytes += size
+                    break
+                if self._staging:  # too small a one is given up
+                    self._drop_staging(self._staging.pop(0))
+                elif not self._staging_free.wait(max(0.0, min(deadline - time.monotonic(), 3600.0))):
+                    raise Late
+        made: list[Region] = []
+
+        def receive(answer: Any, fds: list[int]) -> None:
+            region = Region(fcntl.fcntl(fds[0], fcntl.F_DUPFD_CLOEXEC, 3), size)
+            region.numbers[run.welcome.boot] = answer.number
+            made.append(region)
+
+        try:
+            self.transport.ask(run, lambda i: m.Region(i, "staging", size), deadline, receive=receive)
+        except BaseException:
+            with self._staging_free:
+                self._staged_bytes -= size
+            raise
+        return made[0]
+
+    def give_staging(self, region: Region) -> None:
+        with self._staging_free:
+            run = self.transport._run  # noqa: SLF001 (our own)
+            if run is not None and run.welcome.boot in region.numbers and region.fd >= 0:
+                self._staging.append(region)
+            else:
+                self._staged_bytes -= region.nbytes
+                region.close()
+            self._staging_free.notify_all()
+
+    def _drop_staging(self, region: Region) -> None:
+        self._staged_bytes -= region.nbytes
+        run = self.transport._run  # noqa: SLF001
+        if run is not None and (number := region.numbers.get(run.welcome.boot)) is not None:
+            self.transport.tell(run, m.Unregister(0, number))
+        region.close()
+
+
+def connect(address: str | os.PathLike[str], **options: Any) -> RemoteStore:
+    """Connect to the service of a host: `perdure serve --data DIR`.
+
+    address: the store's directory, the path of the service's socket, or "unix:///path". wait_s: how long to wait for a
+    service that is not up yet (0). name: shown by `perdure top` (default: the program's).
+
+    Raises ServiceUnavailable, InvalidArgument, UnknownOption, ProtocolError (another version).
+    """
+    import sys
+
+    chosen: dict[str, Any] = {"wait_s": 0.0, "name": os.path.basename(sys.argv[0] or "python")} | options
+    for unknown in set(options) - {"wait_s", "name"}:
+        raise UnknownOption(f"perdure.connect: unknown option {unknown!r}; known: name, wait_s")
+    return RemoteStore(address, **chosen)

@@ -1,0 +1,169 @@
+"""An engine's maps of its tenant's share of the service: lookups and reads of blocks in memory without a message.
+
+Contract
+- `prefix` and `copy` make no system call, take no lock against the service and wait for nothing.
+- A block is delivered only if its slot's header names the key and keyspace that were asked for, had an even generation
+  before the copy and has the same one after it. Whatever else is seen is a miss here; the service is asked then.
+- x86-64 only (ordered loads): elsewhere there are no maps, and every read is a message.
+- Everything seen here is the state of one run of the service. When that has ended, the maps are dropped as a whole.
+"""
+
+from __future__ import annotations
+
+import platform
+import threading
+from collections.abc import Sequence
+from typing import Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from perdure.buffers import Parts, copy_parts
+from perdure.catalog.api import KeyArray, fingerprints
+from perdure.io.shared import map_fd
+from perdure.keys import key_list
+from perdure.pool.memory import HEADER, HEADER_BYTES
+from perdure.presence_table import Table, leading, locate, table_over
+from perdure.service import shared
+from perdure.service.messages import SLOT_INDEX_BITS, Attached, pack_slot
+
+MAPPABLE: Final = platform.machine() in ("x86_64", "AMD64")
+
+
+class ChunkMap:
+    """A chunk of the pool, read-only."""
+
+    __slots__ = ("data", "generations", "headers")
+
+    def __init__(self, memory: NDArray[np.uint8], chunk_bytes: int):
+        self.data = memory[:chunk_bytes].data
+        self.headers = memory[chunk_bytes:].data
+        self.generations = self.headers.cast("Q")
+
+    def block(self, index: int) -> memoryview:
+        """The bytes of the block in a slot that is pinned for us."""
+        _, _, _, offset, nbytes, _ = HEADER.unpack_from(self.headers, index * HEADER_BYTES)
+        return self.data[offset : offset + nbytes]
+
+
+class DomainMaps:
+    """Of one tenant. `update` replaces tables and chunks as the service says; readers keep what they started with."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._directory: shared.Words | None = None
+        self._ring: NDArray[np.uint8] | None = None
+        self._presence: Table | None = None
+        self._slots: Table | None = None
+        self.versions = [0, 0]
+        self.chunks: dict[int, ChunkMap] = {}
+        self._chunks_version = 0
+
+    def update(self, answer: Attached, fds: list[int]) -> None:
+        with self._lock:
+            descriptors = iter(fds)
+            version = self._chunks_version
+            for what, number, nbytes, extra in answer.items:
+                if what == "version":
+                    version = number
+                    continue
+                memory = map_fd(next(descriptors), nbytes, writable=what == "ring")
+                if what == "directory":
+                    self._directory = shared.directory_words(memory)
+                elif what == "ring":
+                    self._ring = memory
+                elif what == "presence":
+                    self._presence, self.versions[0] = table_over(memory, extra), number
+                elif what == "slots":
+                    self._slots, self.versions[1] = table_over(memory, extra), number
+                elif what == "chunk":
+                    self.chunks[number] = ChunkMap(memory, extra)
+            if not answer.more:
+                live = set(answer.live)
+                self.chunks = {number: chunk for number, chunk in self.chunks.items() if number in live}
+                self._chunks_version = version
+                if self._ring is not None:
+                    shared.ring_words(self._ring)[shared.SEEN] = version
+
+    @property
+    def stale(self) -> bool:
+        """Whether the service has newer tables or other chunks than are mapped."""
+        words = self._directory
+        return words is None or (
+            int(words[shared.PRESENCE]) != self.versions[0]
+            or int(words[shared.SLOTS]) != self.versions[1]
+            or int(words[shared.CHUNKS]) != self._chunks_version
+        )
+
+    def prefix(self, keys: KeyArray) -> tuple[int, bool]:
+        """(leading blocks that are present, whether the next one is surely absent)."""
+        table, words = self._presence, self._directory
+        if table is None or words is None:
+            return 0, False
+        complete = bool(words[shared.COMPLETE])
+        found = leading(table, fingerprints(keys), int(words[shared.EXPIRY_S]))
+        sure = complete and bool(words[shared.COMPLETE]) and int(words[shared.PRESENCE]) == self.versions[0]
+        if self._ring is not None:
+            with self._lock:
+                ring = shared.ring_words(self._ring)
+                ring[shared.LOOKUPS] += np.uint64(1)
+                ring[shared.ASKED] += np.uint64(len(keys))
+                ring[shared.PRESENT] += np.uint64(found)
+        return found, sure
+
+    def copy(
+        self, keyspace: bytes, keys: KeyArray, block_bytes: int, destinations: Sequence[Parts]
+    ) -> NDArray[np.bool_]:
+        """Copy what lies in memory; which blocks were delivered. Others' destinations may have been written to."""
+        done = np.zeros(len(keys), bool)
+        table, words, chunks = self._slots, self._directory, self.chunks
+        if table is None or words is None or not len(keys):
+            return done
+        where = locate(table, fingerprints(keys))
+        if not (where >= 0).any():
+            return done
+        numbers = table.segment.take(where, mode="clip").tolist()
+        indexes = table.expires_s.take(where, mode="clip").tolist()
+        now_s = int(words[shared.EXPIRY_S])
+        slots: list[int] = []
+        generations: list[int] = []
+        for position, (place, key) in enumerate(zip(where.tolist(), key_list(keys), strict=True)):
+            chunk = chunks.get(numbers[position]) if place >= 0 else None
+            if chunk is None:
+                continue
+            index = indexes[position]
+            generation = copy_block(chunk, index, key, keyspace, block_bytes, now_s, destinations[position])
+            if generation:
+                done[position] = True
+                slots.append(pack_slot(numbers[position], index))
+                generations.append(generation)
+        if slots and self._ring is not None:
+            with self._lock:
+                shared.write_touches(self._ring, slots, generations)
+        return done
+
+    def granted(self, packed: int) -> memoryview | None:
+        """The block in a slot the service has pinned for us; None if its chunk is not mapped."""
+        chunk = self.chunks.get(packed >> SLOT_INDEX_BITS)
+        return None if chunk is None else chunk.block(packed & ((1 << SLOT_INDEX_BITS) - 1))
+
+
+def copy_block(
+    chunk: ChunkMap, index: int, key: bytes, keyspace: bytes, block_bytes: int, now_s: int, destination: Parts
+) -> int:
+    """Copy one block if its slot holds it before and after: the slot's generation, 0 if it does not."""
+    if index >= len(chunk.headers) // HEADER_BYTES:
+        return 0
+    generation, its_key, its_space, offset, nbytes, expires_s = HEADER.unpack_from(chunk.headers, index * HEADER_BYTES)
+    if (
+        generation & 1
+        or its_key != key
+        or its_space != keyspace
+        or nbytes != block_bytes
+        or 0 < expires_s <= now_s
+        or offset + nbytes > len(chunk.data)
+    ):
+        return 0
+    copy_parts([chunk.data[offset : offset + nbytes]], destination)
+    same = chunk.generations[index * (HEADER_BYTES // 8)] == generation
+    return int(generation) if same else 0

@@ -1,0 +1,404 @@
+"""What clients and services say to each other: typed messages, the same over the Unix socket and over TCP.
+
+Format: msgpack arrays (msgspec), the first element names the kind. Key arrays, statuses and tables are raw
+little-endian bytes. A question is answered by exactly one answer with the same `id`; a `Release` that does not ask is
+not answered.
+
+Contract
+- `decode_*` raises ProtocolError for whatever is not a well-formed message of the right direction, and allocates no
+  more than the bytes it was given; nobody's bytes become code.
+- Every array's length is checked against what it describes before it is used (`keys_of`, `extents_of`).
+- Errors cross as (class name, message) and come out as the same class of `perdure.errors` again.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NoReturn
+
+import msgspec
+import numpy as np
+
+from perdure import errors, limits
+from perdure.catalog.api import KeyArray, Lease
+from perdure.errors import PerdureError, ProtocolError
+from perdure.keys import KeyspaceIdentity, KVLayout
+
+
+class Message(msgspec.Struct, array_like=True, tag=True):
+    """Base of all. `id` pairs an answer with its question."""
+
+    id: int
+
+
+class LeaseData(msgspec.Struct, array_like=True):
+    scope: bytes
+    holder: bytes
+    token: int
+    deadline_s: float
+
+
+# --- questions ------------------------------------------------------------------------------------------------
+class Hello(Message):
+    """The first message of a client. The connection that says it owns all that the client holds."""
+
+    version: int
+    name: str
+
+
+class Join(Message):
+    """The first message of a further connection of a client that has said hello."""
+
+    client: bytes  # the token of its Welcome
+
+
+class OpenSpace(Message):
+    tenant: str
+    model: str
+    weights: str
+    lora: str
+    draft: str
+    layout: dict[str, Any]
+    codec: str
+
+
+class Attach(Message):
+    """Descriptors of what this client may map: tables whose version it does not have, chunks it does not know."""
+
+    space: int
+    versions: list[int]  # of the presence and the slot table, as mapped; 0: none
+    chunks: list[int]  # numbers of the chunks it has mapped
+
+
+class Lookup(Message):
+    space: int
+    keys: bytes
+
+
+class Present(Message):
+    space: int
+    keys: bytes
+
+
+class Fetch(Message):
+    """Bring blocks into memory and pin them as `grant`, a number of the client's choice. `view_s`: for how long the
+    client may look at them; 0: only until it has copied them."""
+
+    space: int
+    keys: bytes
+    budget_s: float | None
+    grant: int
+    view_s: float
+
+
+class Release(Message):
+    """End grants. Not answered unless `tell`: then whether all of them were valid until now."""
+
+    grants: list[int]
+    tell: bool
+
+
+class Read(Message):
+    """Deliver blocks into registered memory. `extents`: (offset u64, bytes u64) per part; `parts`: u32 per block, how
+    many of them it has; empty: one each."""
+
+    space: int
+    keys: bytes
+    region: int
+    extents: bytes
+    parts: bytes
+    budget_s: float | None
+    direct: bool
+
+
+class Settled(Message):
+    """Wait until nothing can touch the memory of an earlier late read any more."""
+
+    late: int
+    wait_s: float
+
+
+class Region(Message):
+    """Memory that client and service share. kind: "staging" and "landing" are made by the service and its descriptor
+    is in the answer; "client" is the client's own, its descriptor comes with this message."""
+
+    kind: str
+    nbytes: int
+
+
+class Unregister(Message):
+    region: int
+
+
+class Write(Message):
+    """Store blocks that lie in a region; extents and parts as in `Read`."""
+
+    space: int
+    keys: bytes
+    region: int
+    extents: bytes
+    parts: bytes
+    durability: str
+    ttl_s: float | None
+    lease: LeaseData | None
+    budget_s: float | None
+
+
+class Reserve(Message):
+    space: int
+    keys: bytes
+    ttl_s: float
+
+
+class EndLease(Message):
+    lease: LeaseData
+
+
+class Pin(Message):
+    space: int
+    keys: bytes
+    ttl_s: float
+
+
+class Unpin(Message):
+    pin: int
+
+
+class Hint(Message):
+    """These blocks will not be asked for again."""
+
+    space: int
+    keys: bytes
+
+
+class Advise(Message):
+    space: int
+    keys: bytes
+    prefill_tokens_per_s: float
+
+
+class Status(Message):
+    pass
+
+
+class Explain(Message):
+    key: bytes
+
+
+class ExplainPrefix(Message):
+    space: int
+    tokens: bytes  # u32 each
+
+
+class Sync(Message):
+    pass
+
+
+# --- answers --------------------------------------------------------------------------------------------------
+class Welcome(Message):
+    version: int
+    client: bytes
+    boot: bytes  # of this run of the service; another one has another memory
+    fetch_bytes: int  # one Fetch brings at most so much
+    pid: int
+
+
+class Joined(Message):
+    pass
+
+
+class SpaceOpened(Message):
+    space: int
+    digest: bytes
+    shared_digest: bytes
+    tenant_id: bytes
+    mapped: bool  # whether there is memory to map
+
+
+class Attached(Message):
+    """One descriptor per entry of `items`, in this order: (what, number or version, bytes, buckets). `live`: numbers of
+    all chunks; the others are to be unmapped. `more`: ask again, not all fitted."""
+
+    items: list[tuple[str, int, int, int]]
+    live: list[int]
+    more: bool
+
+
+class Count(Message):
+    count: int
+
+
+class Mask(Message):
+    mask: bytes  # one byte per key
+
+
+class Fetched(Message):
+    """slots: u64 per block, see `pack_slot`; NO_SLOT where there is none. no_room: positions."""
+
+    statuses: bytes
+    slots: bytes
+    from_memory: int
+    problems: dict[int, str]
+    no_room: list[int]
+
+
+class Delivered(Message):
+    statuses: bytes
+    from_memory: int
+    problems: dict[int, str]
+    late: int  # 0: settled
+
+
+class Written(Message):
+    statuses: bytes
+    stored: int
+    stored_bytes: int
+    reasons: dict[int, str]
+
+
+class Made(Message):
+    """A region or pin."""
+
+    number: int
+    nbytes: int
+
+
+class Leased(Message):
+    lease: LeaseData | None
+
+
+class Answered(Message):
+    yes: bool
+
+
+class Advised(Message):
+    blocks: int
+    load_s: float
+    recompute_s: float
+    reason: str
+
+
+class Document(Message):
+    content: dict[str, Any]
+
+
+class Failed(Message):
+    kind: str
+    message: str
+
+
+class Retired(Message):
+    """Not an answer: chunks of this tenant were given up; unmap them. Sent on the connection of the hello."""
+
+    tenant_id: bytes
+
+
+Question = (
+    Hello | Join | OpenSpace | Attach | Lookup | Present | Fetch | Release | Read | Settled | Region | Unregister
+    | Write | Reserve | EndLease | Pin | Unpin | Hint | Advise | Status | Explain | ExplainPrefix | Sync
+)  # fmt: skip
+Answer = (
+    Welcome | Joined | SpaceOpened | Attached | Count | Mask | Fetched | Delivered | Written | Made | Leased | Answered
+    | Advised | Document | Failed | Retired
+)  # fmt: skip
+
+NO_SLOT = 0xFFFF_FFFF_FFFF_FFFF
+SLOT_INDEX_BITS = 16  # a chunk has at most 2^14 slots
+_encoder = msgspec.msgpack.Encoder()
+_questions: msgspec.msgpack.Decoder[Any] = msgspec.msgpack.Decoder(Question)
+_answers: msgspec.msgpack.Decoder[Any] = msgspec.msgpack.Decoder(Answer)
+_EXTENT = np.dtype([("offset", "<u8"), ("nbytes", "<u8")])
+
+
+def encode(message: Message) -> bytes:
+    return _encoder.encode(message)
+
+
+def decode_question(data: bytes | bytearray | memoryview) -> Any:
+    try:
+        return _questions.decode(data)
+    except (msgspec.MsgspecError, ValueError, RecursionError) as error:
+        raise ProtocolError(f"not a message a client may send: {error}") from None
+
+
+def decode_answer(data: bytes | bytearray | memoryview) -> Any:
+    try:
+        return _answers.decode(data)
+    except (msgspec.MsgspecError, ValueError, RecursionError) as error:
+        raise ProtocolError(f"not an answer of a Perdure service: {error}") from None
+
+
+def keys_of(raw: bytes) -> KeyArray:
+    """Keys of a message, uint8 (n, 32)."""
+    if len(raw) % limits.key_bytes or len(raw) > limits.message_keys_max * limits.key_bytes:
+        raise ProtocolError(f"{len(raw)} bytes of keys: must be a multiple of 32, {limits.message_keys_max} at most")
+    return np.frombuffer(raw, np.uint8).reshape(-1, limits.key_bytes)
+
+
+def extents_of(
+    extents: bytes, parts: bytes, blocks: int, block_bytes: int, region_bytes: int
+) -> list[list[tuple[int, int]]]:
+    """Per block its parts as (offset, bytes), each inside the region and together one block."""
+    if len(extents) % _EXTENT.itemsize or len(parts) % 4:
+        raise ProtocolError("extents are pairs of 8 bytes each, parts are 4 bytes each")
+    table = np.frombuffer(extents, _EXTENT)
+    counts = np.frombuffer(parts, "<u4").astype(np.int64) if parts else np.ones(blocks, np.int64)
+    if len(counts) != blocks or counts.sum() != len(table) or (blocks and counts.min() < 1):
+        raise ProtocolError(f"{len(table)} extents in {len(counts)} groups do not describe {blocks} blocks")
+    if (table["nbytes"] > region_bytes).any() or (table["offset"] > region_bytes - table["nbytes"]).any():
+        raise ProtocolError(f"an extent lies outside its region of {region_bytes} bytes")
+    ends = np.cumsum(counts)
+    sums = np.add.reduceat(table["nbytes"].astype(np.int64), ends - counts) if blocks else np.zeros(0, np.int64)
+    if (sums != block_bytes).any():
+        raise ProtocolError(f"the parts of a block add up to {int(sums[sums != block_bytes][0])}, not {block_bytes}")
+    pairs = list(zip(table["offset"].tolist(), table["nbytes"].tolist(), strict=True))
+    return [pairs[end - count : end] for end, count in zip(ends.tolist(), counts.tolist(), strict=True)]
+
+
+def pack_extents(blocks: list[list[tuple[int, int]]]) -> tuple[bytes, bytes]:
+    """The two arrays of a message: extents, and parts (empty if each block has one)."""
+    table = np.array([pair for parts in blocks for pair in parts], np.uint64).reshape(-1, 2)
+    counts = [len(parts) for parts in blocks]
+    return table.tobytes(), b"" if set(counts) <= {1} else np.array(counts, "<u4").tobytes()
+
+
+def pack_slot(chunk: int, index: int) -> int:
+    return chunk << SLOT_INDEX_BITS | index
+
+
+def layout_fields(layout: KVLayout) -> dict[str, Any]:
+    return {name: getattr(layout, name) for name in KVLayout.__slots__}
+
+
+def identity_of(question: OpenSpace) -> KeyspaceIdentity:
+    """The checked identity; InvalidArgument or ProtocolError for what no client of ours sends."""
+    fields = dict(question.layout)
+    for name in ("layers", "kv_heads"):
+        if isinstance(fields.get(name), list):
+            fields[name] = tuple(fields[name])
+    try:
+        layout = KVLayout(**fields)
+    except TypeError as error:
+        raise ProtocolError(f"layout: {error}") from None
+    return KeyspaceIdentity(question.model, question.weights, layout, question.lora, question.draft)
+
+
+def pack_lease(lease: Lease) -> LeaseData:
+    return LeaseData(lease.scope, lease.holder, lease.token, lease.deadline_s)
+
+
+def lease_of(data: LeaseData) -> Lease:
+    return Lease(data.scope, data.holder, data.token, data.deadline_s)
+
+
+def failure(question_id: int, error: Exception) -> Failed:
+    """An error as it crosses the wire. What is not ours is named, without its inside."""
+    if isinstance(error, PerdureError) and hasattr(errors, type(error).__name__):
+        return Failed(question_id, type(error).__name__, str(error))
+    return Failed(question_id, "PerdureError", f"the service failed: {type(error).__name__}: {error}")
+
+
+def raise_failure(failed: Failed) -> NoReturn:
+    kind = getattr(errors, failed.kind, None)
+    if not (isinstance(kind, type) and issubclass(kind, PerdureError)):
+        kind = PerdureError
+    raise kind(failed.message)

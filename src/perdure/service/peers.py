@@ -1,0 +1,236 @@
+"""What the service holds for one client, from its hello to its end: keyspaces, grants, pins, leases, regions, rings.
+
+Contract
+- Everything here ends with the client: with its connection or its process, whichever goes first. `end` may be called by
+  any thread, any number of times.
+- A grant pins blocks. For copying it ends by itself after `limits.fetch_grant_s`; a view is over at its deadline, but
+  its memory is not reused before the client releases it or dies.
+- Touches are checked against the slots' generations and only steer eviction and counters.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from contextlib import suppress
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from perdure import limits
+from perdure.catalog.api import Lease, as_keys
+from perdure.core import Core
+from perdure.errors import ProtocolError, ServiceBusy
+from perdure.keyspace import Keyspace, PinHandle
+from perdure.pool.dram import Slot
+from perdure.reports import ReadReport
+from perdure.service import shared
+from perdure.service.domains import Domain, Domains
+from perdure.service.messages import Retired, encode
+from perdure.service.regions import LentRegion, Region
+
+
+@dataclass(slots=True)
+class Grant:
+    slots: list[Slot]
+    nbytes: int
+    deadline: float
+    view: bool
+
+
+@dataclass(slots=True, eq=False)
+class Ring:
+    memory: LentRegion
+    tail: int = 0
+    seen: int = -1
+    counted: list[int] = field(default_factory=lambda: [0, 0, 0])
+
+
+class Peer:
+    """One client. `token` lets further connections join it."""
+
+    def __init__(self, core: Core, domains: Domains, pid: int, name: str):
+        self.core, self.domains, self.pid, self.name = core, domains, pid, name
+        self.token = os.urandom(16)
+        self.lock = threading.Lock()
+        self.ended = False
+        self.spaces: list[Keyspace] = []
+        self.regions: dict[int, Region] = {}
+        self.pins: dict[int, PinHandle] = {}
+        self.late: dict[int, ReadReport] = {}
+        self.rings: dict[Domain, Ring] = {}
+        self._leases: dict[bytes, Lease] = {}
+        self._grants: dict[int, Grant] = {}
+        self._maps: dict[Domain, set[int]] = {}
+        self._numbers = 0
+        self.granted_bytes = 0
+        self.notify: object = None  # set by the server: sends one datagram on the connection of the hello
+
+    def number(self) -> int:
+        with self.lock:
+            self._numbers += 1
+            return self._numbers
+
+    # --- keyspaces and maps
+    def space(self, number: int) -> Keyspace:
+        if not 0 <= number < len(self.spaces):
+            raise ProtocolError(f"keyspace {number} was not opened by this client")
+        return self.spaces[number]
+
+    def open_space(self, space: Keyspace) -> int:
+        with self.lock:
+            if len(self.spaces) >= limits.spaces_per_client_max:
+                raise ServiceBusy(f"{limits.spaces_per_client_max} keyspaces are open; use the ones you have")
+            self.spaces.append(space)
+            return len(self.spaces) - 1
+
+    def maps(self, domain: Domain) -> set[int]:
+        """Chunks of a domain that this client was given. Changed with the domain's lock held."""
+        return self._maps.setdefault(domain, set())
+
+    def tell_retired(self, tenant_id: bytes) -> None:
+        if callable(self.notify):
+            with suppress(OSError):  # it will see the version change at its next call
+                self.notify(encode(Retired(0, tenant_id)))
+
+    def region(self, number: int) -> Region:
+        region = self.regions.get(number)
+        if region is None:
+            raise ProtocolError(f"region {number} is not registered")
+        return region
+
+    # --- grants
+    def grant(self, number: int, slots: list[Slot], nbytes: int, ttl_s: float) -> None:
+        grant = Grant(slots, nbytes, time.monotonic() + (ttl_s or limits.fetch_grant_s), bool(ttl_s))
+        with self.lock:
+            if self.ended or number in self._grants:
+                refused = True
+            else:
+                refused = False
+                self._grants[number] = grant
+                self.granted_bytes += nbytes
+        if refused:
+            self.core.pool.release(slots)
+
+    def end_grants(self, numbers: list[int]) -> bool:
+        """Whether every one of them was still valid."""
+        valid, now = True, time.monotonic()
+        for number in numbers:
+            with self.lock:
+                grant = self._grants.pop(number, None)
+                if grant is not None:
+                    self.granted_bytes -= grant.nbytes
+            valid = valid and grant is not None and now <= grant.deadline
+            if grant is not None:
+                self.core.pool.release(grant.slots)
+        return valid
+
+    def expire(self) -> None:
+        """End what was granted for copying and never given back; pins whose time is over."""
+        now = time.monotonic()
+        with self.lock:
+            over = [number for number, one in self._grants.items() if not one.view and now > one.deadline]
+        self.end_grants(over)
+
+    # --- leases
+    def hold(self, lease: Lease) -> None:
+        with self.lock:
+            self._leases[lease.scope] = lease
+            ended = self.ended
+        if ended:
+            self.core.control.release(lease)
+
+    def drop(self, lease: Lease) -> None:
+        with self.lock:
+            if self._leases.get(lease.scope) == lease:
+                del self._leases[lease.scope]
+
+    # --- touches
+    def drain(self) -> None:
+        for domain, ring in list(self.rings.items()):
+            self._drain(domain, ring)
+
+    def _drain(self, domain: Domain, ring: Ring) -> None:
+        memory = ring.memory.memory.array
+        words = shared.ring_words(memory)
+        seen = int(words[shared.SEEN])
+        if seen != ring.seen:
+            ring.seen = seen
+            self.domains.unmapped(domain, self, seen)
+        counts = [int(words[word]) for word in (shared.LOOKUPS, shared.ASKED, shared.PRESENT)]
+        if counts != ring.counted:
+            delta = [max(0, new - old) for new, old in zip(counts, ring.counted, strict=True)]
+            ring.counted = counts
+            self.core.counters.add(lookups=delta[0], lookup_blocks=delta[1], lookup_found=delta[2])
+        ring.tail, entries, lost = shared.read_touches(memory, ring.tail)
+        if lost:
+            self.core.counters.add(touches_lost=lost)
+        if len(entries):
+            self._touch(domain, entries)
+
+    def _touch(self, domain: Domain, entries: shared.Entries) -> None:
+        keys: list[bytes] = []
+        nbytes = 0
+        for packed, generation in entries.tolist():
+            found = self.domains.slot_of(domain, packed)
+            if found is None:
+                continue
+            memory, index = found
+            now, key, _, _, size, _ = memory.header(index)
+            if now == generation and not generation & 1:
+                keys.append(key)
+                nbytes += size
+        if keys:
+            array = as_keys(keys)
+            self.core.touches.add(array, self.core.tick())
+            self.core.pool.touch(array)
+            self.core.counters.add(blocks_found_memory=len(keys), bytes_read=nbytes, blocks_read_unasked=len(keys))
+
+    # --- the end
+    def end(self) -> None:
+        with self.lock:
+            if self.ended:
+                return
+            self.ended = True
+            grants, self._grants = self._grants, {}
+            leases, self._leases = list(self._leases.values()), {}
+            pins, self.pins = list(self.pins.values()), {}
+        for grant in grants.values():
+            self.core.pool.release(grant.slots)
+        for pin in pins:
+            pin.release()
+        for lease in leases:
+            with suppress(Exception):  # it ends by itself
+                self.core.control.release(lease)
+        for domain in list(self._maps):
+            with domain.lock:
+                domain.peers.discard(self)
+            self.domains.unmapped(domain, self, None)
+        for ring in self.rings.values():
+            ring.memory.close()
+        for region in self.regions.values():
+            region.close()
+        self.rings.clear()
+        self.regions.clear()
+
+    def status(self) -> dict[str, object]:
+        with self.lock:
+            now = time.monotonic()
+            views = [one for one in self._grants.values() if one.view]
+            return {
+                "pid": self.pid, "name": self.name, "keyspaces": len(self.spaces), "views": len(views),
+                "views_overdue": sum(now > one.deadline for one in views), "granted_bytes": self.granted_bytes,
+                "pins": len(self.pins), "leases": len(self._leases),
+                "regions_bytes": sum(region.nbytes for region in self.regions.values()),
+            }  # fmt: skip
+
+
+def found_slots(slots: list[Slot | None], packed: np.ndarray[tuple[int], np.dtype[np.uint64]]) -> list[Slot]:
+    """The slots that are there; writes their numbers into `packed`."""
+    there = []
+    for place, slot in enumerate(slots):
+        if slot is not None:
+            packed[place] = slot.chunk.number << 16 | slot.index
+            there.append(slot)
+    return there

@@ -1,0 +1,152 @@
+"""Memory that an engine shares for writing: blocks are read into it and written from it without a copy in the engine.
+
+Contract
+- A memfd whose size is sealed is mapped: its owner cannot cut it short and kill the service (SIGBUS). What cannot
+  be sealed (a file in /dev/shm) is touched by preadv and pwritev only. Anything else is refused: a file on a disk or of
+  a user's file system could hang the thread that touches it.
+- Every offset was checked against the region's size by `messages.extents_of`.
+- What an engine does to its memory meanwhile harms only itself: bytes on the disk are described by the checksum of what
+  was written, a block that changed while it was read is that engine's own.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import stat
+from collections.abc import Sequence
+from typing import Final
+
+from perdure import limits
+from perdure.buffers import Parts
+from perdure.errors import InvalidArgument, ServiceBusy
+from perdure.io.memory import Scratch, ScratchLease
+from perdure.io.shared import SharedMemory, is_shrink_sealed, map_fd
+from perdure.pool.dram import DramPool
+
+_MEMORY_FILES: Final = {0x01021994, 0x958458F6}  # tmpfs (memfd, /dev/shm), hugetlbfs
+_LIBC = ctypes.CDLL(None, use_errno=True)
+
+Extents = Sequence[Sequence[tuple[int, int]]]
+
+
+class Region:
+    """Registered memory. `take` gives memory for blocks; `give` ends it, after a read with what is to be stored."""
+
+    nbytes: int
+
+    def take(self, blocks: Extents, *, filled: bool) -> tuple[list[Parts], ScratchLease | None]:
+        """The parts of each block; `filled`: with the bytes that are in the region now."""
+        raise NotImplementedError
+
+    def store(self, blocks: Extents, parts: list[Parts], which: Sequence[int]) -> None:
+        """Bring blocks that were read into parts of `take` to where they belong."""
+
+    def close(self) -> None:
+        raise NotImplementedError
+
+
+class MappedRegion(Region):
+    """A map of sealed memory, ours or the client's."""
+
+    def __init__(self, fd: int, nbytes: int):
+        self.nbytes = nbytes
+        self._view: memoryview | None = map_fd(fd, nbytes, writable=True).data
+
+    def take(self, blocks: Extents, *, filled: bool) -> tuple[list[Parts], ScratchLease | None]:
+        view = self._view
+        if view is None:
+            raise InvalidArgument("the region was unregistered")
+        return [[view[offset : offset + nbytes] for offset, nbytes in parts] for parts in blocks], None
+
+    def close(self) -> None:
+        self._view = None  # unmapped when the last transfer has ended
+
+
+class LentRegion(MappedRegion):
+    """Memory of the service's own making, charged to the node's budget."""
+
+    def __init__(self, pool: DramPool, kind: str, nbytes: int):
+        if not pool.lend(nbytes):
+            raise ServiceBusy(
+                f"no {nbytes} bytes left for {kind} memory of another client; raise --memory, or run fewer clients"
+            )
+        self._pool = pool
+        try:
+            self.memory = SharedMemory(kind, nbytes)
+            self.memory.seal_size()
+            super().__init__(self.memory.fd, nbytes)
+        except BaseException:
+            pool.repay(nbytes)
+            raise
+        self._lent = nbytes
+
+    def close(self) -> None:
+        super().close()
+        self.memory.close()
+        lent, self._lent = self._lent, 0
+        self._pool.repay(lent)
+
+
+class FileRegion(Region):
+    """Memory that its owner may cut short at any time: never mapped, copied through scratch."""
+
+    def __init__(self, fd: int, nbytes: int, scratch: Scratch):
+        self.nbytes, self._scratch = nbytes, scratch
+        self._fd = os.dup(fd)
+
+    def take(self, blocks: Extents, *, filled: bool) -> tuple[list[Parts], ScratchLease | None]:
+        lease = self._scratch.take(sum(nbytes for parts in blocks for _, nbytes in parts))
+        at, taken = 0, []
+        try:
+            for parts in blocks:
+                pieces = []
+                for offset, nbytes in parts:
+                    piece = lease.view[at : at + nbytes]
+                    if filled and os.preadv(self._fd, [piece], offset) != nbytes:
+                        raise InvalidArgument(
+                            f"the region ends before offset {offset + nbytes}: its owner cut it short"
+                        )
+                    pieces.append(piece)
+                    at += nbytes
+                taken.append(pieces)
+        except BaseException:
+            lease.give_back()
+            raise
+        return taken, lease
+
+    def store(self, blocks: Extents, parts: list[Parts], which: Sequence[int]) -> None:
+        for place in which:
+            for (offset, nbytes), piece in zip(blocks[place], parts[place], strict=True):
+                if os.pwritev(self._fd, [piece], offset) != nbytes:
+                    raise InvalidArgument(f"the region takes no bytes at offset {offset}")
+
+    def close(self) -> None:
+        if self._fd >= 0:
+            os.close(self._fd)
+            self._fd = -1
+
+
+def register(fd: int, nbytes: int, scratch: Scratch) -> Region:
+    """A client's own memory. Raises InvalidArgument for what is not memory, or smaller than it says."""
+    facts = os.fstat(fd)
+    if not stat.S_ISREG(facts.st_mode) or _file_system(fd) not in _MEMORY_FILES:
+        raise InvalidArgument(
+            "only memory can be registered: a memfd (sealed with F_SEAL_SHRINK), or a file in /dev/shm"
+        )
+    if not 0 < nbytes <= min(facts.st_size, limits.region_bytes_max):
+        raise InvalidArgument(f"{nbytes} bytes asked for, the memory has {facts.st_size}")
+    if is_shrink_sealed(fd):
+        try:
+            return MappedRegion(fd, nbytes)
+        except OSError as error:
+            raise InvalidArgument(f"the memory cannot be mapped for writing: {error}") from error
+    return FileRegion(fd, nbytes, scratch)
+
+
+def _file_system(fd: int) -> int:
+    """f_type of statfs(2), which Python does not tell."""
+    buffer = (ctypes.c_long * 32)()
+    if _LIBC.fstatfs(fd, ctypes.byref(buffer)):
+        return 0
+    return int(buffer[0]) & 0xFFFF_FFFF

@@ -1,0 +1,272 @@
+"""A tenant's view of one model's blocks, as `keyspace.Keyspace`, carried out by the service.
+
+What lies in the service's memory is looked up and copied without a message (`maps`). The rest is brought there by the
+service and copied from there, or delivered straight into registered memory. Batches longer than a message are cut.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+from perdure import keys as naming
+from perdure import limits
+from perdure.buffers import Parts, as_blocks, copy_parts
+from perdure.catalog.api import Durability, KeyArray, Lease
+from perdure.errors import CatalogError, InvalidArgument, ServiceBusy, ServiceUnavailable
+from perdure.keyspace import Advice, check_lease, check_seconds, durability_of, seconds_of
+from perdure.reports import ReadReport, WriteReport, WriteStatus
+from perdure.service import messages as m
+from perdure.service.client import RemoteStore
+from perdure.service.local import Late, Run
+from perdure.service.remote_reads import GRACE_S, STAGED_BYTES, RemoteReads
+
+_CALL_THREADS = 4
+
+
+class RemotePin:
+    """Ends by `release`, by its time, or with this process or the service."""
+
+    def __init__(self, store: RemoteStore, run: Run, pin_id: int, deadline_s: float):
+        self._store, self._run, self.pin_id, self.deadline_s = store, run, pin_id, deadline_s
+
+    def release(self) -> bool:
+        try:
+            return bool(
+                self._store.ask(
+                    self._run, lambda i: m.Unpin(i, self.pin_id), time.monotonic() + limits.call_s_default
+                ).yes
+            )
+        except ServiceUnavailable:
+            return False
+
+    def __enter__(self) -> RemotePin:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.release()
+
+
+class RemoteKeyspace(RemoteReads):
+    """Made by `RemoteStore.keyspace`."""
+
+    _calls: ThreadPoolExecutor | None = None
+
+    def end(self) -> None:
+        if self._calls is not None:
+            self._calls.shutdown(wait=True)
+
+    # --- names
+    def chain(
+        self, token_ids: ArrayLike, *, parent: bytes | None = None, extras: Mapping[int, bytes] | None = None
+    ) -> KeyArray:
+        """As `Keyspace.chain`."""
+        return naming.chain(self.digest if parent is None else parent, token_ids, self.layout.block_tokens, extras)
+
+    def adopt_hashes(self, hashes: Sequence[bytes]) -> KeyArray:
+        return naming.adopt_hashes(self.digest, hashes)
+
+    # --- asking
+    def lookup(self, keys: KeyArray | Sequence[bytes]) -> int:
+        """As `Keyspace.lookup`: without a message where the service's memory says it all."""
+        array = naming.check_keys(keys)
+        try:
+            run, until, number, maps = self._at(None)
+            found, sure = (0, False) if maps is None else maps.prefix(array)
+            while found < len(array) and not sure:
+                part = array[found : found + limits.message_keys_max]
+                more = self._store.ask(run, lambda i, p=part: m.Lookup(i, number, p.tobytes()), until).count
+                found += more
+                if more < len(part):
+                    break
+            return found
+        except (ServiceUnavailable, Late):
+            return 0
+
+    def present(self, keys: KeyArray | Sequence[bytes]) -> NDArray[np.bool_]:
+        array = naming.check_keys(keys)
+        run, until, number, _ = self._at(None)
+        masks = [
+            self._store.ask(run, lambda i, p=part: m.Present(i, number, p.tobytes()), until).mask
+            for part in _cut(array, limits.message_keys_max)
+        ]
+        return np.frombuffer(b"".join(masks), np.bool_).copy()
+
+    def advise(self, keys: KeyArray | Sequence[bytes], *, prefill_tokens_per_s: float) -> Advice:
+        check_seconds(prefill_tokens_per_s, "prefill_tokens_per_s", math.inf)
+        array = naming.check_keys(keys)[: limits.message_keys_max]
+        run, until, number, _ = self._at(None)
+        a = self._store.ask(run, lambda i: m.Advise(i, number, array.tobytes(), float(prefill_tokens_per_s)), until)
+        return Advice(a.blocks, a.load_s, a.recompute_s, a.reason)
+
+    # --- writing
+    def write(
+        self,
+        keys: KeyArray | Sequence[bytes],
+        blocks: Any,
+        *,
+        durability: str | Durability = Durability.SESSION,
+        ttl_s: float | None = None,
+        lease: Lease | None = None,
+        deadline_s: float | None = None,
+    ) -> WriteReport:
+        """As `Keyspace.write`; blocks in registered memory are stored from there, others through staging memory."""
+        started = time.monotonic()
+        array = naming.check_keys(keys)
+        parts = as_blocks(blocks, len(array), self.layout.block_bytes, writable=False, what="blocks")
+        if ttl_s is not None:
+            check_seconds(ttl_s, "ttl_s", limits.ttl_s_max)
+        if lease is not None:
+            check_lease(lease)
+        limit, chosen = seconds_of(deadline_s), durability_of(durability)
+        report = WriteReport(np.full(len(array), WriteStatus.FAILED, np.uint8), 0, 0, 0, 0.0)
+        terms = (
+            chosen.name.lower(),
+            None if ttl_s is None else float(ttl_s),
+            None if lease is None else m.pack_lease(lease),
+        )
+        if len(array):
+            self._write(array, parts, terms, None if limit is None else started + limit, report)
+        report.bytes = report.stored * self.layout.block_bytes
+        report.seconds = time.monotonic() - started
+        return report
+
+    def _write(
+        self, keys: KeyArray, blocks: list[Parts], terms: tuple[str, float | None, m.LeaseData | None],
+        deadline: float | None, report: WriteReport,
+    ) -> None:  # fmt: skip
+        todo = np.ones(len(keys), bool)
+        try:
+            run, until, number, _ = self._at(deadline)
+            registered = self._store.region_of(blocks)
+            extents = None if registered is None else registered[1]
+            for part in self._rounds(np.arange(len(keys)), extents, limits.GIB if registered else STAGED_BYTES):
+                if deadline is not None and time.monotonic() > deadline:
+                    raise Late
+                if registered is not None:
+                    where = self._store.region_number(run, registered[0], until)
+                    self._send(
+                        run,
+                        until,
+                        deadline,
+                        number,
+                        keys,
+                        part,
+                        where,
+                        [registered[1][at] for at in part],
+                        terms,
+                        report,
+                    )
+                else:
+                    self._stage(run, until, deadline, number, keys, part, blocks, terms, report)
+                todo[part] = False
+        except Late:
+            _refuse(report, todo, WriteStatus.LATE, "not written by the deadline")
+        except ServiceUnavailable as error:
+            _refuse(report, todo, WriteStatus.FAILED, str(error))
+        except (ServiceBusy, CatalogError) as error:
+            _refuse(report, todo, WriteStatus.REJECTED, str(error))
+
+    def _stage(
+        self, run: Run, until: float, deadline: float | None, number: int, keys: KeyArray, part: list[int],
+        blocks: list[Parts], terms: tuple[str, float | None, m.LeaseData | None], report: WriteReport,
+    ) -> None:  # fmt: skip
+        size = self.layout.block_bytes
+        region = self._store.take_staging(run, len(part) * size, until)
+        try:
+            for place, position in enumerate(part):
+                copy_parts(blocks[position], [region.view[place * size : (place + 1) * size]])
+            extents = [[(place * size, size)] for place in range(len(part))]
+            where = region.numbers[run.welcome.boot]
+            self._send(run, until, deadline, number, keys, part, where, extents, terms, report,
+                       lambda answer: self._store.give_staging(region))  # fmt: skip
+        except Late:
+            raise
+        except BaseException:
+            self._store.give_staging(region)
+            raise
+        self._store.give_staging(region)
+
+    def _send(
+        self, run: Run, until: float, deadline: float | None, number: int, keys: KeyArray, part: list[int], region: int,
+        extents: list[list[tuple[int, int]]], terms: tuple[str, float | None, m.LeaseData | None], report: WriteReport,
+        settle: Callable[[Any], None] | None = None,
+    ) -> None:  # fmt: skip
+        table, parts = m.pack_extents(extents)
+        left = None if deadline is None else max(0.0, deadline - time.monotonic())
+        names, (durability, ttl_s, lease) = keys[part].tobytes(), terms
+        answer: m.Written = self._store.transport.ask(
+            run, lambda i: m.Write(i, number, names, region, table, parts, durability, ttl_s, lease, left),
+            until + GRACE_S, settle=settle,
+        )  # fmt: skip
+        report.statuses[part] = np.frombuffer(answer.statuses, np.uint8)
+        report.stored += answer.stored
+        report.stored_bytes += answer.stored_bytes
+        report.reasons |= {part[place]: why for place, why in answer.reasons.items() if place < len(part)}
+
+    def submit_read(self, keys: KeyArray | Sequence[bytes], into: Any, **options: Any) -> Future[ReadReport]:
+        """As `Keyspace.submit_read`."""
+        return self._submit(self.read, keys, into, options)
+
+    def submit_write(self, keys: KeyArray | Sequence[bytes], blocks: Any, **options: Any) -> Future[WriteReport]:
+        """As `Keyspace.submit_write`."""
+        return self._submit(self.write, keys, blocks, options)
+
+    def _submit(self, verb: Callable[..., Any], keys: Any, data: Any, options: dict[str, Any]) -> Future[Any]:
+        self._store.current()
+        if self._calls is None:
+            self._calls = ThreadPoolExecutor(_CALL_THREADS, thread_name_prefix="perdure-call")
+        submitted = time.monotonic()
+
+        def later() -> Any:
+            given = seconds_of(options.get("deadline_s"))
+            late = {} if given is None else {"deadline_s": max(0.0, given - (time.monotonic() - submitted))}
+            return verb(keys, data, **(options | late))
+
+        return self._calls.submit(later)
+
+    # --- lifetimes
+    def reserve(self, keys: KeyArray | Sequence[bytes], *, ttl_s: float = limits.lease_ttl_s_default) -> Lease | None:
+        """As `Keyspace.reserve`; the lease ends with this process too. Raises ServiceUnavailable."""
+        array = naming.check_keys(keys)
+        if not len(array):
+            raise InvalidArgument("reserve: no keys, so there is nothing to reserve")
+        check_seconds(ttl_s, "ttl_s", limits.lease_ttl_s_max)
+        run, until, number, _ = self._at(None)
+        got = self._store.ask(run, lambda i: m.Reserve(i, number, array[-1:].tobytes(), float(ttl_s)), until).lease
+        return None if got is None else m.lease_of(got)
+
+    def end_lease(self, lease: Lease) -> bool:
+        check_lease(lease)
+        run, until = self._store.current()
+        return bool(self._store.ask(run, lambda i: m.EndLease(i, m.pack_lease(lease)), until).yes)
+
+    def pin(self, keys: KeyArray | Sequence[bytes], *, ttl_s: float) -> RemotePin:
+        """As `Keyspace.pin`; at most `limits.message_keys_max` keys."""
+        array = naming.check_keys(keys)
+        check_seconds(ttl_s, "ttl_s", limits.pin_ttl_s_max)
+        run, until, number, _ = self._at(None)
+        answer = self._store.ask(run, lambda i: m.Pin(i, number, array.tobytes(), float(ttl_s)), until)
+        return RemotePin(self._store, run, answer.number, time.clock_gettime(time.CLOCK_BOOTTIME) + ttl_s)
+
+    def release(self, keys: KeyArray | Sequence[bytes]) -> None:
+        """Hint: this session is over, evict its blocks first."""
+        array = naming.check_keys(keys)
+        run, until, number, _ = self._at(None)
+        for part in _cut(array, limits.message_keys_max):
+            self._store.ask(run, lambda i, p=part: m.Hint(i, number, p.tobytes()), until)
+
+
+def _cut(keys: KeyArray, size: int) -> list[KeyArray]:
+    return [keys[at : at + size] for at in range(0, len(keys), size)]
+
+
+def _refuse(report: WriteReport, todo: NDArray[np.bool_], status: WriteStatus, why: str) -> None:
+    report.statuses[todo] = status
+    report.reasons |= dict.fromkeys(np.flatnonzero(todo).tolist(), why)

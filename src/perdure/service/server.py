@@ -1,0 +1,337 @@
+"""The service's sockets: who is connected, and threads that take a question, do it and answer, without a hand-over.
+
+Contract
+- All threads wait on one epoll set; the one that is woken reads, does and answers itself. A connection is armed again
+  after its answer, so it has one question at a time; who does not take answers is cut off.
+- Questions that may wait for the disk take at most `limits.service_data_threads_max` threads. The others queue, reads
+  before writes, at most one per connection: a writer is not read from while its question waits (back-pressure).
+- A client ends with the connection of its hello, or with its process (pidfd), also where a child keeps the socket.
+- A message that is not the protocol ends its connection. Nothing a client sends ends the service.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import select
+import socket
+import threading
+import time
+from collections import deque
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from perdure import limits
+from perdure.errors import PerdureError, ProtocolError, ServiceBusy
+from perdure.pool.dram import DramPool
+from perdure.pool.memory import SharedChunk
+from perdure.service import messages as m
+from perdure.service import sockets
+from perdure.service.domains import Domains
+from perdure.service.peers import Peer
+from perdure.service.verbs import READING, WRITING, Verbs, fetch_bytes
+from perdure.store import Store
+from perdure.viewing import leave_limbo
+
+_LOG = logging.getLogger("perdure.service")
+_ONCE = select.EPOLLIN | select.EPOLLRDHUP | select.EPOLLONESHOT
+
+
+def shared_pool(budget_bytes: int, *, huge: bool = False) -> DramPool:
+    """The DRAM tier of a service: chunks that engines map. For the `pool` seam of `perdure.open`."""
+    return DramPool(budget_bytes, memory=lambda nbytes: SharedChunk(nbytes, huge=huge), shared=True)
+
+
+class _Connection:
+    __slots__ = ("birth", "closed", "main", "peer", "pidfd", "sock")
+
+    def __init__(self, sock: socket.socket):
+        self.sock = sock
+        self.peer: Peer | None = None
+        self.main = False
+        self.closed = False
+        self.pidfd = -1
+        self.birth = time.monotonic()
+
+
+class Server:
+    """Serves one open store. Binds at once, answers after `start`."""
+
+    def __init__(self, store: Store, *, socket: Path, clients_max: int = limits.clients_max_default):
+        self._store, self._core = store, store.core
+        self.path = Path(socket)
+        self._listener = sockets.listen_unix(self.path)
+        self._inode = os.stat(self.path).st_ino
+        self._listener.setblocking(False)
+        self._clients_max = clients_max
+        self.boot = os.urandom(16)
+        self.domains = Domains(self._core)
+        self._core.pool.observe(self.domains)
+        self._core.presence.mirror_to(self.domains)
+        self._verbs = Verbs(store, self.domains, self.status)
+        self._epoll = select.epoll()
+        self._stop = threading.Event()
+        self._waker, self._woken = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
+        self._lock = threading.Lock()
+        self._connections: dict[int, _Connection] = {}
+        self._pids: dict[int, _Connection] = {}
+        self._peers: dict[bytes, Peer] = {}
+        self._busy = 0
+        self._queues: tuple[deque[tuple[Any, ...]], deque[tuple[Any, ...]]] = (deque(), deque())
+        self._threads = [
+            threading.Thread(target=self._work, name=f"perdure-serve-{number}", daemon=True)
+            for number in range(limits.service_threads)
+        ] + [threading.Thread(target=target, name=f"perdure-{name}", daemon=True)
+             for name, target in (("beat", self._beat), ("prefault", self._prefault))]  # fmt: skip
+        self._started = False
+
+    # --- life
+    def start(self) -> None:
+        self._epoll.register(self._waker, select.EPOLLIN)
+        self._epoll.register(self._listener.fileno(), select.EPOLLIN | select.EPOLLONESHOT)
+        self._started = True
+        for thread in self._threads:
+            thread.start()
+
+    def stop(self, drain_s: float = 10.0) -> None:
+        """No new questions; those that are running end, within `drain_s`; then all clients are cut off."""
+        if self._stop.is_set():
+            return
+        with suppress(OSError):  # the path may belong to a successor already
+            if os.stat(self.path).st_ino == self._inode:
+                self.path.unlink()
+        self._stop.set()
+        os.write(self._woken, b"x")
+        if self._started:
+            give_up = time.monotonic() + drain_s
+            for thread in self._threads:
+                thread.join(max(0.0, give_up - time.monotonic()))
+        for peer in list(self._peers.values()):
+            peer.end()
+        for connection in list(self._connections.values()):
+            self._close(connection)
+        self._listener.close()
+        self._epoll.close()
+        os.close(self._waker)
+        os.close(self._woken)
+        self._core.pool.observe(None)
+        self.domains.close()
+
+    def status(self) -> dict[str, Any]:
+        """JSON-able: the boot id, clients, memory, and the store's own status."""
+        with self._lock:
+            peers = list(self._peers.values())
+        clients = [peer.status() for peer in peers]
+        memory = self._core.pool.stats()
+        return {
+            "boot": self.boot.hex(),
+            "pid": os.getpid(),
+            "socket": str(self.path),
+            "clients": clients,
+            "connections": len(self._connections),
+            "queue": len(self._queues[0]) + len(self._queues[1]),
+            "memory": {
+                "budget_bytes": memory.budget_bytes, "mapped_bytes": memory.mapped_bytes, "bytes": memory.bytes,
+                "staging_bytes": memory.lent_bytes, "stranded_bytes": memory.stranded_bytes, "pinned": memory.pinned,
+                "views": sum(int(str(one["views"])) for one in clients), "evictions": memory.evictions,
+            },
+            "store": self._store.status(),
+        }  # fmt: skip
+
+    # --- threads
+    def _work(self) -> None:
+        while not self._stop.is_set():
+            for fd, events in self._epoll.poll(1.0, 1):
+                if fd == self._listener.fileno():
+                    self._accept()
+                elif fd in self._pids:
+                    self._process_ended(fd)
+                elif fd in self._connections:
+                    self._serve(self._connections[fd], events)
+
+    def _beat(self) -> None:
+        """Clocks, rings, grants and greetings that never came."""
+        while not self._stop.wait(limits.beat_s):
+            try:
+                self.domains.beat()
+                self.domains.settle()
+                leave_limbo(self._core)
+                for peer in list(self._peers.values()):
+                    peer.drain()
+                    peer.expire()
+                late = time.monotonic() - limits.hello_wait_s
+                for connection in list(self._connections.values()):
+                    if connection.peer is None and connection.birth < late:
+                        self._close(connection)
+            except Exception:  # noqa: BLE001 (the beat goes on, whatever one client has done)
+                _LOG.exception("the beat failed")
+
+    def _prefault(self) -> None:
+        """Make the pool's memory before it is needed: a page fault costs a request more than a copy."""
+        while not self._stop.wait(0.0 if self._core.pool.prefault() else 0.5):
+            pass
+
+    # --- connections
+    def _accept(self) -> None:
+        with suppress(OSError):
+            sock, _ = self._listener.accept()
+            if len(self._connections) >= self._clients_max:
+                busy = ServiceBusy(f"{self._clients_max} connections are open; raise --clients-max")
+                with suppress(OSError):
+                    sockets.send(sock, m.encode(m.failure(0, busy)), [], socket.MSG_DONTWAIT)
+                sock.close()
+            else:
+                connection = _Connection(sock)
+                sock.setblocking(False)
+                self._connections[sock.fileno()] = connection
+                self._epoll.register(sock.fileno(), _ONCE)
+        with suppress(OSError, ValueError):
+            self._epoll.modify(self._listener.fileno(), select.EPOLLIN | select.EPOLLONESHOT)
+
+    def _process_ended(self, fd: int) -> None:
+        connection = self._pids.get(fd)
+        if connection is not None:
+            self._close(connection)
+
+    def _close(self, connection: _Connection) -> None:
+        with self._lock:
+            if connection.closed:
+                return
+            connection.closed = True
+            self._connections.pop(connection.sock.fileno(), None)
+            if connection.pidfd >= 0:
+                self._pids.pop(connection.pidfd, None)
+            peer = connection.peer if connection.main else None
+            if peer is not None:
+                self._peers.pop(peer.token, None)
+            others = [one for one in self._connections.values() if peer is not None and one.peer is peer]
+        with suppress(OSError):
+            connection.sock.shutdown(socket.SHUT_RDWR)
+        connection.sock.close()
+        if connection.pidfd >= 0:
+            os.close(connection.pidfd)
+        for other in others:
+            self._close(other)
+        if peer is not None:
+            peer.end()
+
+    def _arm(self, connection: _Connection) -> None:
+        with suppress(OSError, ValueError):
+            self._epoll.modify(connection.sock.fileno(), _ONCE)
+
+    # --- questions
+    def _serve(self, connection: _Connection, events: int) -> None:
+        try:
+            data, fds = sockets.receive(connection.sock, socket.MSG_DONTWAIT)
+        except BlockingIOError:
+            self._arm(connection)
+            return
+        except (OSError, ProtocolError):
+            self._close(connection)
+            return
+        if not data:
+            for fd in fds:
+                os.close(fd)
+            self._close(connection)
+            return
+        try:
+            question = m.decode_question(data)
+            if connection.peer is None:
+                self._greet(connection, question)
+                self._arm(connection)
+                return
+        except PerdureError as error:
+            self._send(connection, m.failure(0, error), [])
+            self._close(connection)
+            return
+        finally:
+            if connection.peer is None or not isinstance(locals().get("question"), m.Region):
+                for fd in fds:
+                    os.close(fd)
+                fds = []
+        self._dispatch(connection, question, fds)
+
+    def _greet(self, connection: _Connection, question: Any) -> None:
+        if isinstance(question, m.Hello):
+            if question.version != limits.wire_version:
+                raise ProtocolError(
+                    f"the client speaks version {question.version}, this service {limits.wire_version}; "
+                    "install the same version of Perdure on both sides"
+                )
+            pid, _, pidfd = sockets.peer_of(connection.sock)
+            peer = Peer(self._core, self.domains, pid, question.name[:64])
+            peer.notify = lambda data: sockets.send(connection.sock, data, [], socket.MSG_DONTWAIT)
+            with self._lock:
+                connection.peer, connection.main, connection.pidfd = peer, True, pidfd
+                self._peers[peer.token] = peer
+                if pidfd >= 0:
+                    self._pids[pidfd] = connection
+            if pidfd >= 0:
+                self._epoll.register(pidfd, select.EPOLLIN | select.EPOLLONESHOT)
+            answer: m.Message = m.Welcome(
+                question.id, limits.wire_version, peer.token, self.boot, fetch_bytes(self._store), os.getpid()
+            )
+        elif isinstance(question, m.Join):
+            with self._lock:
+                joined = self._peers.get(question.client)
+                mine = sum(one.peer is joined for one in self._connections.values()) if joined is not None else 0
+                if joined is not None and mine < limits.connections_per_client_max:
+                    connection.peer = joined
+            if connection.peer is None:
+                raise ServiceBusy("no such client, or it has too many connections")
+            answer = m.Joined(question.id)
+        else:
+            raise ProtocolError("the first message must be Hello or Join")
+        self._send(connection, answer, [])
+
+    def _dispatch(self, connection: _Connection, question: Any, fds: list[int]) -> None:
+        work: tuple[Any, ...] = (connection, question, fds, time.monotonic())
+        if not isinstance(question, READING + WRITING):
+            self._answer(*work)
+            return
+        with self._lock:
+            if self._busy >= limits.service_data_threads_max:
+                self._queues[isinstance(question, WRITING)].append(work)
+                return
+            self._busy += 1
+        while True:
+            self._answer(*work)
+            with self._lock:
+                queue = next((one for one in self._queues if one), None)
+                if queue is None:
+                    self._busy -= 1
+                    return
+                work = queue.popleft()
+
+    def _answer(self, connection: _Connection, question: Any, fds: list[int], since: float) -> None:
+        peer = connection.peer
+        out: list[int] = []
+        assert peer is not None
+        try:
+            answer, out = self._verbs.answer(peer, question, fds, time.monotonic() - since)
+        except PerdureError as error:
+            answer = m.failure(question.id, error)
+        except Exception as error:  # noqa: BLE001 (a question must not end the service)
+            _LOG.exception("a question failed")
+            answer = m.failure(question.id, error)
+        finally:
+            for fd in fds:
+                os.close(fd)
+        try:
+            if not (isinstance(question, m.Release) and not question.tell):
+                self._send(connection, answer, out)
+        finally:
+            for fd in out:
+                os.close(fd)
+        self._arm(connection)
+
+    def _send(self, connection: _Connection, answer: m.Message, fds: list[int]) -> None:
+        data = m.encode(answer)
+        if len(data) > limits.message_bytes_max:
+            data = m.encode(m.failure(answer.id, ServiceBusy("the answer is longer than a message; ask for less")))
+            fds = []
+        try:
+            sockets.send(connection.sock, data, fds, socket.MSG_DONTWAIT)
+        except OSError:  # it does not take its answers, or is gone
+            self._close(connection)

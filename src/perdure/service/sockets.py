@@ -1,0 +1,148 @@
+"""Unix SEQPACKET sockets: one datagram is one message, with descriptors beside it; and the addresses of services.
+
+Contract
+- A datagram longer than `limits.message_bytes_max`, or with more descriptors than allowed, is refused whole: its
+  descriptors are closed, ProtocolError is raised.
+- Every descriptor received is close-on-exec.
+- A socket file is replaced only if nobody listens on it; one that another service listens on is an error.
+"""
+
+from __future__ import annotations
+
+import array
+import contextlib
+import errno
+import os
+import socket
+import stat
+import struct
+from pathlib import Path
+from typing import Final
+
+from perdure import limits
+from perdure.errors import InvalidArgument, ProtocolError, ServiceUnavailable, StorePathError
+
+SO_PEERPIDFD: Final = 77  # Linux 6.5
+SOCKET_NAME: Final = "perdure.sock"
+_CREDENTIALS: Final = struct.Struct("3i")
+_DESCRIPTORS_MAX: Final = limits.message_descriptors_max + 3
+_ANCILLARY_BYTES: Final = socket.CMSG_SPACE(4 * _DESCRIPTORS_MAX)
+
+
+def send(sock: socket.socket, data: bytes, fds: list[int], flags: int = 0) -> None:
+    """One message. Raises OSError; BlockingIOError if it does not fit the other side's buffer now."""
+    if fds:
+        rights = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", fds))]
+        sock.sendmsg([data], rights, flags)
+    else:
+        sock.send(data, flags)
+
+
+def receive(sock: socket.socket, flags: int = 0) -> tuple[bytes, list[int]]:
+    """One message, empty at the end of the connection; the descriptors are the caller's to close."""
+    data, ancillary, answer_flags, _ = sock.recvmsg(
+        limits.message_bytes_max, _ANCILLARY_BYTES, flags | socket.MSG_CMSG_CLOEXEC
+    )
+    fds = array.array("i")
+    for level, kind, content in ancillary:
+        if level == socket.SOL_SOCKET and kind == socket.SCM_RIGHTS:
+            fds.frombytes(content[: len(content) - len(content) % fds.itemsize])
+    if answer_flags & (socket.MSG_TRUNC | socket.MSG_CTRUNC):
+        for fd in fds:
+            os.close(fd)
+        raise ProtocolError(
+            f"a message has at most {limits.message_bytes_max} bytes and {_DESCRIPTORS_MAX} descriptors"
+        )
+    return data, list(fds)
+
+
+def peer_of(sock: socket.socket) -> tuple[int, int, int]:
+    """(pid, uid, pidfd) of the process at the other end; pidfd -1 where the kernel cannot say."""
+    pid, uid, _ = _CREDENTIALS.unpack(sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size))
+    try:
+        return pid, uid, sock.getsockopt(socket.SOL_SOCKET, SO_PEERPIDFD)
+    except OSError:
+        pass
+    try:
+        return pid, uid, os.pidfd_open(pid)
+    except OSError:
+        return pid, uid, -1
+
+
+def check_path(path: Path) -> None:
+    if len(os.fsencode(path)) > limits.socket_path_bytes_max:
+        raise InvalidArgument(
+            f"socket path {path}: {len(os.fsencode(path))} bytes, a Unix socket's path has at most "
+            f"{limits.socket_path_bytes_max}; choose a shorter one, such as /run/perdure.sock"
+        )
+
+
+def listen_unix(path: Path, backlog: int = 1024) -> socket.socket:
+    """A listening socket at `path`, for its owner only (0600). Replaces a socket that nobody listens on."""
+    check_path(path)
+    sock = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_CLOEXEC)
+    before = os.umask(0o177)
+    try:
+        try:
+            sock.bind(str(path))
+        except OSError as error:
+            if error.errno != errno.EADDRINUSE:
+                raise
+            _remove_stale(path)
+            sock.bind(str(path))
+        sock.listen(backlog)
+    except StorePathError:
+        sock.close()
+        raise
+    except OSError as error:
+        sock.close()
+        raise StorePathError(
+            f"socket {path}: {error.strerror}; check that its directory exists and is yours"
+        ) from error
+    except BaseException:
+        sock.close()
+        raise
+    finally:
+        os.umask(before)
+    return sock
+
+
+def _remove_stale(path: Path) -> None:
+    if not stat.S_ISSOCK(path.lstat().st_mode):
+        raise StorePathError(f"socket {path}: something else than a socket is there; remove it or choose another path")
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as probe:
+        try:
+            probe.connect(str(path))
+        except ConnectionRefusedError:
+            path.unlink()
+            return
+        except OSError as error:
+            raise StorePathError(f"socket {path}: in use by something else ({error.strerror})") from error
+    raise StorePathError(f"socket {path}: another service listens on it; stop that one or choose another path")
+
+
+def connect_unix(path: Path, timeout_s: float | None) -> socket.socket:
+    """A connection to the service at `path`, blocking, close-on-exec. Raises ServiceUnavailable."""
+    check_path(path)
+    sock = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_CLOEXEC)
+    try:
+        sock.settimeout(timeout_s)
+        sock.connect(str(path))
+        sock.settimeout(None)
+    except (OSError, ValueError) as error:
+        sock.close()
+        why = {errno.ENOENT: "there is no such socket", errno.ECONNREFUSED: "nobody listens on it"}.get(
+            getattr(error, "errno", 0) or 0, str(error)
+        )
+        raise ServiceUnavailable(f"{path}: {why}; start the service: perdure serve --data DIR") from error
+    return sock
+
+
+def socket_path(address: str | os.PathLike[str]) -> Path:
+    """Of "unix:///path", a socket's path, or a store's directory (its `perdure.sock`)."""
+    text = os.fspath(address)
+    path = Path(text.removeprefix("unix://"))
+    with contextlib.suppress(OSError):
+        if path.is_dir():
+            return path / SOCKET_NAME
+    return path

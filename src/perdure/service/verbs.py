@@ -1,0 +1,267 @@
+"""What each question of a client does, whatever transport it came by.
+
+Contract: `answer` returns the answer and the descriptors to send with it (the caller closes them), or raises a
+PerdureError that becomes the answer. Lengths, numbers and ranges of a question are checked before anything is done.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from perdure import limits
+from perdure.errors import InvalidArgument, ProtocolError, ServiceBusy
+from perdure.keyspace import Keyspace
+from perdure.reports import ReadReport
+from perdure.segments.landing import BlockStatus
+from perdure.service import messages as m
+from perdure.service.domains import Domain, Domains
+from perdure.service.peers import Peer, Ring, found_slots
+from perdure.service.regions import LentRegion, Region, register
+from perdure.service.shared import RING_BYTES
+from perdure.store import Store
+from perdure.viewing import fetch
+
+Reply = tuple[m.Message, list[int]]
+
+READING = (m.Fetch, m.Read, m.Explain, m.ExplainPrefix, m.Settled)
+WRITING = (m.Write, m.Sync, m.Reserve, m.EndLease, m.Pin, m.Unpin, m.OpenSpace, m.Region)
+"""Questions that may wait for the disk; all others are answered at once."""
+
+
+class Verbs:
+    def __init__(self, store: Store, domains: Domains, status: Callable[[], dict[str, Any]]):
+        self._store, self._core, self._domains, self._status = store, store.core, domains, status
+        self._handlers: dict[type, Callable[..., Reply]] = {
+            m.OpenSpace: self._open_space, m.Attach: self._attach, m.Lookup: self._lookup, m.Present: self._present,
+            m.Fetch: self._fetch, m.Release: self._release, m.Read: self._read, m.Settled: self._settled,
+            m.Region: self._region, m.Unregister: self._unregister, m.Write: self._write, m.Reserve: self._reserve,
+            m.EndLease: self._end_lease, m.Pin: self._pin, m.Unpin: self._unpin, m.Hint: self._hint,
+            m.Advise: self._advise, m.Status: self._tell_status, m.Explain: self._explain,
+            m.ExplainPrefix: self._explain_prefix, m.Sync: self._sync,
+        }  # fmt: skip
+
+    def answer(self, peer: Peer, question: Any, fds: list[int], waited_s: float = 0.0) -> Reply:
+        """`waited_s`: how long the question stood in a queue; its budget is shorter by that."""
+        handler = self._handlers.get(type(question))
+        if handler is None:
+            raise ProtocolError(f"{type(question).__name__} is no question for a client that has said hello")
+        if isinstance(question, m.Region):
+            return self._region(peer, question, fds)
+        if isinstance(question, m.Fetch | m.Read | m.Write):
+            budget = question.budget_s
+            if budget is not None and not budget >= 0:
+                raise ProtocolError(f"budget_s={budget}: must be 0 or more")
+            return handler(peer, question, None if budget is None else max(0.0, budget - waited_s))
+        return handler(peer, question)
+
+    # --- keyspaces and maps
+    def _open_space(self, peer: Peer, q: m.OpenSpace) -> Reply:
+        identity = m.identity_of(q)
+        space = self._store.keyspace(
+            model=identity.model, weights=identity.weights, layout=identity.layout, tenant=q.tenant,
+            lora=identity.lora, draft=identity.draft, codec=q.codec or None,
+        )  # fmt: skip
+        mapped = bool(self._core.pool.budget_bytes)
+        if mapped:
+            self._domains.get(space.tenant_id)
+        number = peer.open_space(space)
+        return m.SpaceOpened(q.id, number, space.digest, space.shared_digest, space.tenant_id, mapped), []
+
+    def _attach(self, peer: Peer, q: m.Attach) -> Reply:
+        domain = self._domains.get(peer.space(q.space).tenant_id)
+        items: list[tuple[str, int, int, int]] = []
+        fds: list[int] = []
+        with domain.lock:
+            if len(q.versions) != 2:
+                raise ProtocolError("versions of two tables are needed")
+            domain.peers.add(peer)
+            if domain not in peer.rings:
+                self._first_maps(peer, domain, items, fds)
+            for name, table, had in (
+                ("presence", domain.presence, q.versions[0]),
+                ("slots", domain.slots, q.versions[1]),
+            ):
+                if table.memory is not None and table.version != had:
+                    items.append((name, table.version, table.memory.nbytes, len(table.index.table.fp)))
+                    fds.append(os.dup(table.memory.fd))
+            known = set(q.chunks)
+            new = [number for number in domain.chunks if number not in known]
+            for number in new[: limits.message_descriptors_max - 4]:
+                chunk = domain.chunks[number]
+                items.append(("chunk", number, chunk.memory.nbytes, chunk.nbytes))
+                fds.append(os.dup(chunk.memory.fd))
+                peer.maps(domain).add(number)
+            live, version = list(domain.chunks), int(domain.words[2])
+        items.insert(0, ("version", version, 0, 0))
+        return m.Attached(q.id, items, live, len(new) > limits.message_descriptors_max - 4), fds
+
+    def _first_maps(self, peer: Peer, domain: Domain, items: list[tuple[str, int, int, int]], fds: list[int]) -> None:
+        ring = Ring(LentRegion(self._core.pool, "ring", RING_BYTES))
+        peer.rings[domain] = ring
+        page, nbytes = domain.descriptor_of_page()
+        items += [("directory", 0, nbytes, 0), ("ring", 0, RING_BYTES, 0)]
+        fds += [page, os.dup(ring.memory.memory.fd)]
+
+    # --- asking
+    def _lookup(self, peer: Peer, q: m.Lookup) -> Reply:
+        return m.Count(q.id, peer.space(q.space).lookup(m.keys_of(q.keys))), []
+
+    def _present(self, peer: Peer, q: m.Present) -> Reply:
+        return m.Mask(q.id, peer.space(q.space).present(m.keys_of(q.keys)).tobytes()), []
+
+    def _advise(self, peer: Peer, q: m.Advise) -> Reply:
+        a = peer.space(q.space).advise(m.keys_of(q.keys), prefill_tokens_per_s=q.prefill_tokens_per_s)
+        return m.Advised(q.id, a.blocks, a.load_s, a.recompute_s, a.reason), []
+
+    def _tell_status(self, peer: Peer, q: m.Status) -> Reply:
+        return m.Document(q.id, self._status()), []
+
+    def _explain(self, peer: Peer, q: m.Explain) -> Reply:
+        return m.Document(q.id, self._store.explain(q.key)), []
+
+    def _explain_prefix(self, peer: Peer, q: m.ExplainPrefix) -> Reply:
+        if len(q.tokens) % 4:
+            raise ProtocolError("tokens are 4 bytes each")
+        answer = self._store.explain_prefix(peer.space(q.space), np.frombuffer(q.tokens, "<u4"))
+        return m.Document(q.id, answer), []
+
+    def _sync(self, peer: Peer, q: m.Sync) -> Reply:
+        self._store.sync()
+        return m.Answered(q.id, True), []
+
+    # --- moving blocks
+    def _fetch(self, peer: Peer, q: m.Fetch, budget_s: float | None) -> Reply:
+        space, keys = peer.space(q.space), m.keys_of(q.keys)
+        nbytes = len(keys) * space.layout.block_bytes
+        if nbytes > fetch_bytes(self._store) and len(keys) > 1:
+            raise ProtocolError(f"{nbytes} bytes in one fetch, at most {fetch_bytes(self._store)}")
+        if not 0 <= q.view_s <= limits.view_ttl_s_max:
+            raise InvalidArgument(f"view for {q.view_s} s: at most {limits.view_ttl_s_max}")
+        if peer.granted_bytes + nbytes > self._core.pool.budget_bytes // 2 and peer.granted_bytes:
+            raise ServiceBusy(
+                f"this client looks at {peer.granted_bytes} bytes of the pool already, half of it at most; "
+                "release views"
+            )
+        got = fetch(self._core, space, keys, deadline_s=budget_s)
+        packed = np.full(len(keys), m.NO_SLOT, np.uint64)
+        peer.grant(q.grant, found_slots(got.slots, packed), nbytes, q.view_s)
+        self._domains.settle()
+        report = got.report
+        return m.Fetched(
+            q.id, report.statuses.tobytes(), packed.tobytes(), report.from_memory, report.problems, got.no_room
+        ), []
+
+    def _release(self, peer: Peer, q: m.Release) -> Reply:
+        return m.Answered(q.id, peer.end_grants(q.grants)), []
+
+    def _read(self, peer: Peer, q: m.Read, budget_s: float | None) -> Reply:
+        space, keys, region = peer.space(q.space), m.keys_of(q.keys), peer.region(q.region)
+        blocks = m.extents_of(q.extents, q.parts, len(keys), space.layout.block_bytes, region.nbytes)
+        parts, lease = region.take(blocks, filled=False)
+        report: ReadReport | None = None
+        try:
+            report = space.read(keys, parts, deadline_s=budget_s, direct=q.direct and lease is None)
+            found = np.flatnonzero(report.statuses == int(BlockStatus.FOUND)).tolist()
+            region.store(blocks, parts, found)
+        finally:
+            if lease is not None:
+                del parts
+                lease.give_back()
+        self._domains.settle()
+        late = 0
+        if not report.wait_settled(0.0):
+            late = peer.number()
+            peer.late[late] = report
+        return m.Delivered(q.id, report.statuses.tobytes(), report.from_memory, report.problems, late), []
+
+    def _settled(self, peer: Peer, q: m.Settled) -> Reply:
+        report = peer.late.get(q.late)
+        if report is None:
+            return m.Answered(q.id, True), []
+        settled = report.wait_settled(min(max(q.wait_s, 0.0), 1.0))
+        if settled:
+            peer.late.pop(q.late, None)
+        return m.Answered(q.id, settled), []
+
+    def _write(self, peer: Peer, q: m.Write, budget_s: float | None) -> Reply:
+        space, keys, region = peer.space(q.space), m.keys_of(q.keys), peer.region(q.region)
+        blocks = m.extents_of(q.extents, q.parts, len(keys), space.layout.block_bytes, region.nbytes)
+        parts, lease = region.take(blocks, filled=True)
+        try:
+            report = space.write(
+                keys, parts, durability=q.durability, ttl_s=q.ttl_s, deadline_s=budget_s,
+                lease=None if q.lease is None else m.lease_of(q.lease),
+            )  # fmt: skip
+        finally:
+            if lease is not None:
+                del parts
+                lease.give_back()
+        self._domains.settle()
+        return m.Written(q.id, report.statuses.tobytes(), report.stored, report.stored_bytes, report.reasons), []
+
+    # --- regions
+    def _region(self, peer: Peer, q: m.Region, fds: list[int]) -> Reply:
+        if len(peer.regions) >= limits.regions_per_client_max:
+            raise ServiceBusy(f"{limits.regions_per_client_max} regions are registered; unregister some")
+        if not 0 < q.nbytes <= limits.region_bytes_max:
+            raise InvalidArgument(f"a region of {q.nbytes} bytes: must be 1 to {limits.region_bytes_max}")
+        region: Region
+        if q.kind == "client":
+            if len(fds) != 1:
+                raise ProtocolError("the descriptor of the memory to register is missing")
+            region, out = register(fds[0], q.nbytes, self._core.scratch), []
+        elif q.kind in ("staging", "landing"):
+            region = LentRegion(self._core.pool, q.kind, q.nbytes)
+            out = [os.dup(region.memory.fd)]
+        else:
+            raise ProtocolError(f"region kind {q.kind!r}: must be staging, landing or client")
+        number = peer.number()
+        peer.regions[number] = region
+        if peer.ended:
+            peer.regions.pop(number, None)
+            region.close()
+        return m.Made(q.id, number, region.nbytes), out
+
+    def _unregister(self, peer: Peer, q: m.Unregister) -> Reply:
+        region = peer.regions.pop(q.region, None)
+        if region is not None:
+            region.close()
+        return m.Answered(q.id, region is not None), []
+
+    # --- lifetimes
+    def _reserve(self, peer: Peer, q: m.Reserve) -> Reply:
+        lease = peer.space(q.space).reserve(m.keys_of(q.keys), ttl_s=q.ttl_s)
+        if lease is not None:
+            peer.hold(lease)
+        return m.Leased(q.id, None if lease is None else m.pack_lease(lease)), []
+
+    def _end_lease(self, peer: Peer, q: m.EndLease) -> Reply:
+        lease = m.lease_of(q.lease)
+        peer.drop(lease)
+        return m.Answered(q.id, self._core.control.release(lease)), []
+
+    def _pin(self, peer: Peer, q: m.Pin) -> Reply:
+        pin = peer.space(q.space).pin(m.keys_of(q.keys), ttl_s=q.ttl_s)
+        number = peer.number()
+        peer.pins[number] = pin
+        if peer.ended:
+            pin.release()
+        return m.Made(q.id, number, 0), []
+
+    def _unpin(self, peer: Peer, q: m.Unpin) -> Reply:
+        pin = peer.pins.pop(q.pin, None)
+        return m.Answered(q.id, pin is not None and pin.release()), []
+
+    def _hint(self, peer: Peer, q: m.Hint) -> Reply:
+        space: Keyspace = peer.space(q.space)
+        space.release(m.keys_of(q.keys))
+        return m.Answered(q.id, True), []
+
+
+def fetch_bytes(store: Store) -> int:
+    """What one fetch may bring."""
+    return min(limits.fetch_bytes_max, store.core.pool.budget_bytes // 4)

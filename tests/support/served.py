@@ -1,0 +1,50 @@
+"""A service in this process, and clients of it."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import perdure
+from perdure import RemoteStore, Seams, Store
+from perdure.limits import MIB
+from perdure.service.server import Server, shared_pool
+
+
+@contextlib.contextmanager
+def serving(directory: Path, **options: Any) -> Iterator[tuple[Store, Server]]:
+    """A store of `directory` and a server of it on DIR/perdure.sock."""
+    options = {"memory": 192 * MIB, "capacity": "256MiB", "seams": Seams(pool=shared_pool)} | options
+    with perdure.open(directory, **options) as store:
+        server = Server(store, socket=directory / "perdure.sock")
+        server.start()
+        try:
+            yield store, server
+        finally:
+            server.stop()
+
+
+class ServedStore:
+    """A store in another guise: its service and one client, ended together. What only an embedded store has is its."""
+
+    def __init__(self, directory: Path, **options: Any):
+        self._stack = contextlib.ExitStack()
+        self.store, self.server = self._stack.enter_context(serving(directory, **options))
+        self.client: RemoteStore = self._stack.enter_context(perdure.connect(directory))
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.client, name)
+
+    def verify(self) -> dict[str, Any]:
+        return self.store.verify()
+
+    def close(self) -> None:
+        self._stack.close()
+
+    def __enter__(self) -> ServedStore:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()

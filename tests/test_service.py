@@ -1,0 +1,405 @@
+"""The service: the verbs through a client, reads without messages, lifetimes of clients and of the service."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import socket
+import struct
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from support.served import ServedStore, serving
+
+import perdure
+from perdure.errors import InvalidArgument, ServiceUnavailable, StoreClosed, StorePathError
+from perdure.io.shared import SharedMemory, map_fd
+from perdure.limits import MIB
+from perdure.pool.memory import HEADER_BYTES, SharedChunk
+from perdure.service import messages, sockets
+from perdure.service.maps import ChunkMap, copy_block
+from perdure.service.server import Server, shared_pool
+from perdure.testing.store import (
+    FOUND,
+    STORED,
+    StoreConformance,
+    block_of,
+    blocks_of,
+    chain,
+    keyspace,
+    read,
+    write,
+)
+
+
+def until(condition: Callable[[], bool], seconds: float = 20.0) -> None:
+    give_up = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < give_up, "it did not happen"
+        time.sleep(0.01)
+
+
+class TestServed(StoreConformance):
+    def make_store(self, directory: Path, **options: Any) -> Any:
+        return ServedStore(directory, **options)
+
+
+# --- without messages
+def test_blocks_in_memory_are_found_and_read_without_a_message(tmp_path: Path) -> None:
+    with serving(tmp_path / "s"), perdure.connect(tmp_path / "s") as writer, perdure.connect(tmp_path / "s") as reader:
+        mine, theirs = keyspace(writer), keyspace(reader)
+        keys = chain(mine, 1, 20)
+        assert mine.digest == theirs.digest
+        assert write(mine, keys) == [STORED] * 20
+        assert read(theirs, keys) == [FOUND] * 20  # maps are brought up to date
+        before = reader.transport.messages
+        assert theirs.lookup(keys) == 20
+        assert theirs.lookup(chain(theirs, 2, 5)) == 0
+        assert read(theirs, keys) == [FOUND] * 20
+        assert reader.transport.messages == before
+        until(lambda: writer.status()["counters"].get("blocks_read_unasked", 0) >= 20)
+
+
+def test_a_view_shows_blocks_where_they_lie_and_keeps_them(tmp_path: Path) -> None:
+    with serving(tmp_path / "s") as (store, _), perdure.connect(tmp_path / "s") as client:
+        space = keyspace(client)
+        keys = chain(space, 1, 8)
+        write(space, keys)
+        store.core.pool.drop_all()  # so that the view has to bring them
+        with space.view(keys) as view:
+            assert view.statuses.tolist() == [FOUND] * 8
+            for key, block in zip(keys, view.blocks, strict=True):
+                assert block is not None
+                assert block.readonly
+                assert block.tobytes() == block_of(key.tobytes(), block.nbytes)
+            assert store.core.pool.stats().pinned == 8
+            store.core.pool.drop_all()
+            assert all(
+                block is not None and block.tobytes() == block_of(key.tobytes(), block.nbytes)
+                for key, block in zip(keys, view.blocks, strict=True)
+            )
+            assert view.release()
+        assert store.core.pool.stats().pinned == 0
+
+
+def test_clients_cannot_write_to_the_pool(tmp_path: Path) -> None:
+    chunk = SharedChunk(64 * 4096)
+    with pytest.raises(PermissionError):
+        map_fd(chunk.memory.fd, 4096, writable=True)
+    with pytest.raises(PermissionError):
+        os.pwrite(chunk.memory.fd, b"x", 0)
+    with pytest.raises(PermissionError):
+        os.ftruncate(chunk.memory.fd, 0)
+    chunk.close()
+
+
+def chunk_with(key: bytes, space: bytes, fill: int) -> tuple[SharedChunk, ChunkMap]:
+    chunk = SharedChunk(4 * 4096)
+    chunk.view[:4096] = bytes([fill]) * 4096
+    chunk.announce(0, 2, key, space, 0, 4096, 0)
+    return chunk, ChunkMap(map_fd(chunk.memory.fd, chunk.memory.nbytes, writable=False), chunk.nbytes)
+
+
+KEY, OTHER, SPACE = b"k" * 32, b"o" * 32, b"s" * 32
+
+
+@pytest.mark.parametrize("wrong", ["key", "keyspace", "generation", "expired", "size"])
+def test_a_slot_that_holds_something_else_is_not_copied(wrong: str) -> None:
+    chunk, maps = chunk_with(KEY, SPACE, 7)
+    target = bytearray(4096)
+    assert copy_block(maps, 0, KEY, SPACE, 4096, 0, [memoryview(target)]) == 2
+    assert target == bytes([7]) * 4096
+    if wrong == "key":  # the entry was replaced: its generation is even and stays
+        chunk.announce(0, 4, OTHER, SPACE, 0, 4096, 0)
+    elif wrong == "keyspace":
+        chunk.announce(0, 4, KEY, b"x" * 32, 0, 4096, 0)
+    elif wrong == "generation":
+        chunk.withdraw(0, 5)
+    elif wrong == "expired":
+        chunk.announce(0, 4, KEY, SPACE, 0, 4096, 100)
+    else:
+        chunk.announce(0, 4, KEY, SPACE, 0, 8192, 0)
+    assert copy_block(maps, 0, KEY, SPACE, 4096, 100, [memoryview(target)]) == 0
+    chunk.close()
+
+
+def test_a_slot_that_changes_during_the_copy_is_refused() -> None:
+    """The slot is given to another block between the first look and the last: only the second look can see it."""
+    chunk, maps = chunk_with(KEY, SPACE, 7)
+
+    class Data:
+        """The slot's bytes, changing hands at the moment they are taken."""
+
+        def __len__(self) -> int:
+            return 4 * 4096
+
+        def __getitem__(self, at: slice) -> memoryview:
+            chunk.withdraw(0, 3)
+            chunk.view[:4096] = bytes([9]) * 4096
+            chunk.announce(0, 4, KEY, SPACE, 0, 4096, 0)
+            return chunk.view[at]
+
+    maps.data = Data()  # type: ignore[assignment]
+    assert copy_block(maps, 0, KEY, SPACE, 4096, 0, [memoryview(bytearray(4096))]) == 0
+    assert HEADER_BYTES == 128
+    chunk.close()
+
+
+# --- registered memory
+@pytest.mark.parametrize("kind", ["landing", "sealed", "unsealed"])
+def test_registered_memory_is_read_into_and_written_from(tmp_path: Path, kind: str) -> None:
+    with serving(tmp_path / "s", memory=0), perdure.connect(tmp_path / "s") as client:
+        space = keyspace(client)
+        keys = chain(space, 1, 4)
+        size = 4 * space.layout.block_bytes
+        if kind == "landing":
+            region = client.landing(size)
+        else:
+            own = SharedMemory("own", size)
+            if kind == "sealed":
+                own.seal_size()
+            region = client.register(own.fd)
+        region.view[:] = blocks_of(keys).tobytes()
+        assert space.write(keys, region.view).statuses.tolist() == [STORED] * 4
+        region.view[:] = bytes(size)
+        report = space.read(keys, into=region.view)
+        assert report.statuses.tolist() == [FOUND] * 4
+        assert region.view.tobytes() == blocks_of(keys).tobytes()
+        client.unregister(region)
+        if kind != "landing":
+            own.close()
+
+
+def test_memory_cut_short_by_its_owner_harms_nobody(tmp_path: Path) -> None:
+    with serving(tmp_path / "s", memory=0), perdure.connect(tmp_path / "s") as client:
+        space = keyspace(client)
+        keys = chain(space, 1, 4)
+        own = SharedMemory("own", 4 * space.layout.block_bytes)
+        region = client.register(own.fd)
+        os.ftruncate(own.fd, 4096)
+        extents = [[(at * space.layout.block_bytes, space.layout.block_bytes)] for at in range(4)]
+        table, parts = messages.pack_extents(extents)
+        run, deadline = client.current()
+        number = region.numbers[run.welcome.boot]
+        with pytest.raises(InvalidArgument, match="cut it short"):
+            client.ask(
+                run,
+                lambda i: messages.Write(i, 0, keys.tobytes(), number, table, parts, "session", None, None, None),
+                deadline,
+            )
+        assert write(space, keys) == [STORED] * 4
+        own.close()
+
+
+def test_only_memory_can_be_registered(tmp_path: Path) -> None:
+    with serving(tmp_path / "s"), perdure.connect(tmp_path / "s") as client:
+        (tmp_path / "file").write_bytes(bytes(4096))
+        with (tmp_path / "file").open("r+b") as file, pytest.raises(InvalidArgument, match="only memory"):
+            client.register(file.fileno())
+        small = SharedMemory("small", 4096)
+        with pytest.raises(InvalidArgument, match="the memory has 4096"):
+            client.register(small.fd, 8192)
+        small.close()
+
+
+# --- lifetimes
+VICTIM = """
+import sys, time, perdure
+sys.path.insert(0, {tests!r})
+from perdure.testing.store import keyspace, chain
+store = perdure.connect({path!r})
+space = keyspace(store)
+keys = chain(space, 1, 4)
+view = space.view(keys)
+assert (view.statuses == 0).all()
+pin = space.pin(keys, ttl_s=600)
+lease = space.reserve(chain(space, 9, 1))
+assert lease is not None
+if {fork}:
+    import os
+    if os.fork() == 0:
+        time.sleep(600)
+print("ready", flush=True)
+time.sleep(600)
+"""
+
+
+@pytest.mark.parametrize("fork", [False, True])
+def test_what_a_client_holds_ends_with_its_process(tmp_path: Path, fork: bool) -> None:
+    """Also where a child that it forked keeps its sockets open."""
+    with serving(tmp_path / "s") as (store, server):
+        local = keyspace(store)
+        keys = chain(local, 1, 4)
+        write(local, keys)
+        code = VICTIM.format(tests=str(Path(__file__).parent), path=str(tmp_path / "s"), fork=fork)
+        with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, start_new_session=True) as victim:
+            try:
+                assert victim.stdout is not None
+                assert victim.stdout.readline() == b"ready\n"
+                assert store.core.pool.stats().pinned == 4
+                assert store.status()["pins"] == 1
+                assert local.reserve(chain(local, 9, 1)) is None
+                victim.kill()
+                until(lambda: store.core.pool.stats().pinned == 0)
+                until(lambda: store.status()["pins"] == 0)
+                until(lambda: not server.status()["clients"])
+                assert local.reserve(chain(local, 9, 1)) is not None
+            finally:
+                with contextlib.suppress(ProcessLookupError):
+                    os.killpg(victim.pid, signal.SIGKILL)
+
+
+def test_a_service_that_was_replaced_is_found_again(tmp_path: Path) -> None:
+    path = tmp_path / "s"
+    with perdure.open(path, memory=64 * MIB, capacity="256MiB", seams=perdure.Seams(pool=shared_pool)) as store:
+        first = Server(store, socket=path / "perdure.sock")
+        first.start()
+        with perdure.connect(path) as client:
+            space = keyspace(client)
+            keys = chain(space, 1, 6)
+            assert write(space, keys) == [STORED] * 6
+            view = space.view(keys)
+            held = view.blocks[0]
+            lease = space.reserve(chain(space, 7, 1))
+            assert lease is not None
+            first.stop()
+            until(lambda: client.transport._run is None or client.transport._run.ended.is_set())
+            assert held is not None  # what was mapped stays readable
+            assert held.tobytes() == block_of(keys[0].tobytes(), held.nbytes)
+            assert space.read(keys, into=bytearray(6 * 8192), deadline_s=0.1).count(perdure.BlockStatus.MISSING) == 6
+            assert space.write(keys, blocks_of(keys), deadline_s=0.1).reasons
+            with pytest.raises(ServiceUnavailable):
+                client.ask(client.current(time.monotonic() + 0.1)[0], messages.Status, time.monotonic() + 0.1)
+            second = Server(store, socket=path / "perdure.sock")
+            second.start()
+            try:
+                assert read(space, keys) == [FOUND] * 6
+                assert not view.release()
+                assert not space.end_lease(lease)
+            finally:
+                second.stop()
+
+
+def test_a_stopped_service_makes_calls_late(tmp_path: Path) -> None:
+    code = (
+        "import sys, time, perdure\n"
+        f"sys.path.insert(0, {str(Path(__file__).parent)!r})\n"
+        "from pathlib import Path\n"
+        "from support.served import serving\n"
+        "with serving(Path(sys.argv[1])):\n"
+        "    print('ready', flush=True)\n"
+        "    time.sleep(600)\n"
+    )
+    path = tmp_path / "s"
+    with subprocess.Popen([sys.executable, "-c", code, str(path)], stdout=subprocess.PIPE) as service:
+        try:
+            assert service.stdout is not None
+            assert service.stdout.readline() == b"ready\n"
+            with perdure.connect(path) as client:
+                space = keyspace(client)
+                keys = chain(space, 1, 6)
+                assert write(space, keys) == [STORED] * 6
+                assert read(space, keys) == [FOUND] * 6
+                unknown = chain(space, 2, 3)
+                os.kill(service.pid, signal.SIGSTOP)
+                report = space.read(unknown, into=bytearray(3 * 8192), deadline_s=0.2)
+                assert report.count(perdure.BlockStatus.LATE) == 3
+                assert read(space, keys, deadline_s=1.0) == [FOUND] * 6  # they are in memory: nobody is asked
+                late = space.write(unknown, blocks_of(unknown), deadline_s=0.2)
+                assert late.count(perdure.WriteStatus.LATE) == 3
+                os.kill(service.pid, signal.SIGCONT)
+                until(lambda: bool(read(space, keys)) and space.write(unknown, blocks_of(unknown)).durable)
+                service.kill()
+                service.wait()
+                assert space.lookup(chain(space, 3, 2)) == 0
+                begun = space.read(unknown, into=bytearray(3 * 8192), deadline_s=0.3)
+                assert begun.count(perdure.BlockStatus.FOUND) in (0, 3)  # mapped still, or noticed already
+        finally:
+            service.kill()
+
+
+def test_a_forked_child_is_told_to_connect_by_itself(tmp_path: Path) -> None:
+    with serving(tmp_path / "s"), perdure.connect(tmp_path / "s") as client:
+        space = keyspace(client)
+        keys = chain(space, 1, 2)
+        write(space, keys)
+        child = os.fork()
+        if child == 0:
+            code = 1
+            try:
+                client.status()
+            except StoreClosed:
+                code = 0
+            finally:
+                os._exit(code)
+        assert os.waitpid(child, 0)[1] == 0
+        assert read(space, keys) == [FOUND] * 2
+
+
+# --- sockets and hostile clients
+def test_socket_paths(tmp_path: Path) -> None:
+    with pytest.raises(InvalidArgument, match="at most 107"):
+        perdure.connect(tmp_path / ("x" * 120))
+    with pytest.raises(ServiceUnavailable, match="perdure serve"):
+        perdure.connect(tmp_path / "nothing.sock")
+    path = tmp_path / "perdure.sock"
+    path.write_text("a file")
+    with pytest.raises(StorePathError, match="something else"):
+        sockets.listen_unix(path)
+    path.unlink()
+    listener = sockets.listen_unix(path)
+    with pytest.raises(StorePathError, match="another service"):
+        sockets.listen_unix(path)
+    listener.close()
+    sockets.listen_unix(path).close()  # stale: replaced
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_nothing_a_client_sends_ends_the_service(tmp_path: Path, seed: int) -> None:
+    rng = np.random.default_rng(seed)
+    with serving(tmp_path / "s") as (_, server), perdure.connect(tmp_path / "s") as client:
+        space = keyspace(client)
+        keys = chain(space, 1, 4)
+        write(space, keys)
+        good = [
+            messages.encode(one)
+            for one in (
+                messages.Fetch(5, 0, keys.tobytes(), 1.0, 2**40, 0.0),
+                messages.Attach(6, 0, [0, 0], []),
+                messages.Read(7, 0, keys.tobytes(), 1, b"\xff" * 64, b"", 1.0, False),
+                messages.Write(8, 0, keys.tobytes(), 1, b"", b"", "session", None, None, None),
+                messages.Region(9, "client", 2**60),
+                messages.Lookup(10, 99, b"x" * 31),
+                messages.Release(11, [1, 2, 3], True),
+                messages.Fetch(12, 0, keys.tobytes(), -1.0, 1, 0.0),
+            )
+        ]
+        for round_number in range(60):
+            with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as sock:
+                sock.settimeout(5.0)
+                sock.connect(str(server.path))
+                with contextlib.suppress(OSError):
+                    if round_number % 3:
+                        sock.send(messages.encode(messages.Hello(1, perdure.limits.wire_version, "fuzz")))
+                        sock.recv(1 << 17)
+                    data = bytearray(good[int(rng.integers(len(good)))])
+                    for _ in range(int(rng.integers(0, 6))):
+                        data[int(rng.integers(len(data)))] = int(rng.integers(256))
+                    data = data[: int(rng.integers(1, len(data) + 1))]
+                    if round_number % 7 == 0:
+                        data = bytearray(rng.bytes(int(rng.integers(1, 100_000))))
+                    if round_number % 5 == 0:
+                        sockets.send(sock, bytes(data), [sock.fileno()])
+                    else:
+                        sock.send(data)
+                    sock.recv(1 << 17)
+        assert read(space, keys) == [FOUND] * 4
+        until(lambda: len(server.status()["clients"]) == 1)
+        assert struct.calcsize("=Q") == 8
