@@ -88,6 +88,17 @@ corrupt_window_s: Final = 60.0
 corrupt_removals_per_window_max: Final = 32
 corrupt_segments_per_window_max: Final = 4
 
+# --- operation ------------------------------------------------------------------------------------------------
+drain_s_max: Final = 3600.0
+service_clients_entries_max: Final = 65_536
+metrics_tenants_entries_max: Final = 200  # label values; later tenants are counted together as "other"
+metrics_request_bytes_max: Final = 8 * KIB  # request line and headers of one scrape
+metrics_request_s: Final = 5.0  # a client that is slower than this is dropped
+metrics_threads_max: Final = 8
+probe_period_s: Final = 10.0
+probe_late_s: Final = 5.0  # a put and get that take longer than this are not ready
+probe_ttl_s: Final = 60.0
+
 
 def _check(condition: bool, relation: str) -> None:
     if not condition:  # survives python -O, unlike assert
@@ -104,3 +115,4 @@ _check(publish_batch_blocks_max <= batch_blocks_max, "publish_batch_blocks_max <
 _check(block_bytes_max <= adapter_staging_bytes_max, "a largest block fits an adapter's staging")
 _check(block_bytes_max <= pool_chunk_bytes, "a largest block fits a pool chunk")
 _check(recency_tick_s < recency_flush_s, "recency is flushed less often than it ticks")
+_check(probe_late_s < probe_period_s < probe_ttl_s, "a probe ends before the next, and outlives it")
