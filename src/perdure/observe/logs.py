@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import json
 import logging
+import re
 import sys
 import time
 from collections.abc import Mapping
@@ -23,6 +24,7 @@ _ROOT: Final = "perdure"
 _FIELDS: Final = "perdure_fields"
 _HEX_DIGITS_MAX: Final = 16
 _FIELD_CHARACTERS_MAX: Final = 1024
+_WHOLE_KEY: Final = re.compile(r"[0-9a-fA-F]{64,}")
 
 
 def get(name: str) -> logging.Logger:
@@ -99,6 +101,7 @@ def _shown(value: Any) -> Any:
 
 
 def _cut(text: str) -> str:
+    text = _WHOLE_KEY.sub(lambda found: f"{found[0][:_HEX_DIGITS_MAX]}…", text)
     return text if len(text) <= _FIELD_CHARACTERS_MAX else f"{text[:_FIELD_CHARACTERS_MAX]}…"
 
 
