@@ -5,6 +5,7 @@ Exit status as in `cli`: 0 fine, 1 bad news (`doctor`), 2 the command could not 
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import sys
@@ -79,4 +80,69 @@ def show_config(config: Path | None, as_json: bool, **flags: Any) -> None:
         click.echo(f"{key:{width}}  {shown:24}  {loaded.origins[key]}")
 
 
-COMMANDS: tuple[click.Command, ...] = (serve, show_config)
+@click.command()
+@click.argument("directory", metavar="DIR", type=_PATH)
+@click.option("--memory", metavar="SIZE", default="1GiB", show_default=True, help="DRAM the service is to have.")
+@click.option("--capacity", metavar="SIZE", default=None, help="What the segments are to occupy.")
+@_JSON
+def doctor(directory: Path, memory: str, capacity: str | None, as_json: bool) -> None:
+    """Is this machine fit to serve a store from DIR? Exit status 1 if something is bad."""
+    from dataclasses import asdict
+
+    from perdure.observe.doctor import Subject, examine
+    from perdure.options import parse_size
+
+    room = None if capacity is None else parse_size(capacity, "capacity")
+    checks = examine(Subject(directory, parse_size(memory, "memory"), room))
+    if as_json:
+        click.echo(json.dumps([asdict(check) for check in checks], indent=2))
+    else:
+        width = max(len(check.name) for check in checks)
+        for check in checks:
+            click.echo(f"{check.verdict:4}  {check.name:{width}}  {check.found}")
+            if check.todo:
+                click.echo(f"{'':{width + 8}}-> {check.todo}")
+    sys.exit(1 if any(check.verdict == "bad" for check in checks) else 0)
+
+
+@click.command()
+@click.option(
+    "--socket",
+    "path",
+    type=_PATH,
+    metavar="PATH",
+    help="Socket of the service; else from PERDURE_SOCKET or PERDURE_DATA.",
+)
+@click.option("--once", is_flag=True, help="Look for one second, print, and end.")
+@click.option("--json", "as_json", is_flag=True, help="Print JSON; implies --once.")
+def top(path: Path | None, once: bool, as_json: bool) -> None:
+    """What a running service does: memory, clients, calls, hits, rates."""
+    import importlib
+    import time
+
+    from perdure.observe import top as live
+
+    if path is None:
+        from perdure.service import settings
+
+        path = settings.load({}, None, os.environ).settings.socket_path()
+    client: Any = importlib.import_module("perdure.service.client")
+    connection = client.connect(path)
+    try:
+        if not once and not as_json and sys.stdout.isatty():
+            with contextlib.suppress(KeyboardInterrupt):
+                live.show(connection.status, lambda seconds: bool(time.sleep(seconds)))
+            return
+        before = live.sample(connection.status)
+        time.sleep(live.PERIOD_S)
+        view = live.derive(before, live.sample(connection.status))
+    finally:
+        connection.close()
+    if as_json:
+        click.echo(json.dumps(view, indent=2))
+        return
+    for name, value in live.rows(view):
+        click.echo(f"{name:16}{value}")
+
+
+COMMANDS: tuple[click.Command, ...] = (serve, show_config, doctor, top)
