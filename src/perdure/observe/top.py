@@ -15,6 +15,7 @@ from perdure.observe.metrics import at, number_at
 
 Fetch = Callable[[], Mapping[str, Any]]
 PERIOD_S = 1.0
+_READ = ("found_memory", "found_disk", "missing", "corrupt", "denied", "late")  # what becomes of a block asked for
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,10 +32,10 @@ def derive(before: Sample, now: Sample) -> dict[str, Any]:
     """What is shown: JSON-able; None for what is not known."""
     status = now.status
     clients, latencies = status.get("clients"), status.get("latencies")
-    hits, misses = (_delta(before, now, f"memory.{name}") for name in ("hits", "misses"))
-    if hits is None:
-        hits, misses = (_delta(before, now, f"store.memory.{name}") for name in ("hits", "misses"))
     asked, found = (_delta(before, now, f"store.counters.{name}") for name in ("lookup_blocks", "lookup_found"))
+    read = {name: _delta(before, now, f"store.counters.blocks_{name}") for name in _READ}
+    known = [amount for amount in read.values() if amount is not None]
+    wanted = sum(known) if len(known) == len(read) else None
     return {
         "boot": status.get("boot"),
         "clients": len(clients) if isinstance(clients, list) else None,
@@ -50,7 +51,8 @@ def derive(before: Sample, now: Sample) -> dict[str, Any]:
         "written_bytes_per_s": _rate(before, now, "store.counters.bytes_written"),
         "hit_ratio": {
             "lookup": _ratio(found, asked),
-            "memory": _ratio(hits, None if hits is None or misses is None else hits + misses),
+            "memory": _ratio(read["found_memory"], wanted),
+            "disk": _ratio(read["found_disk"], wanted),
         },
         "latencies_s": latencies if isinstance(latencies, Mapping) else {},
         "healthy": at(status, "store.healthy"),
@@ -86,11 +88,7 @@ def rows(view: Mapping[str, Any]) -> list[tuple[str, str]]:
     lines = [
         ("service", f"boot {view['boot']}" + ("" if view["healthy"] in (True, None) else "  UNHEALTHY: see the disk")),
         ("clients", _number(view["clients"])),
-        (
-            "memory",
-            f"{_size(memory[\'bytes\'])} in blocks, {_size(memory[\'mapped_bytes\'])} mapped, "
-            f"{_size(memory[\'stranded_bytes\'])} stranded, of {_size(memory[\'budget_bytes\'])}",
-        ),
+        ("memory", ", ".join(f"{name} {_size(memory[f'{name}_bytes'])}" for name in ("mapped", "stranded", "budget"))),
         ("disk", f"{_size(disk['used_bytes'])} of {_size(disk['capacity_bytes'])}, {_number(disk['blocks'])} blocks"),
         ("calls/s", ", ".join(f"{name} {_number(value)}" for name, value in calls.items())),
         ("read", f"{_size(view['read_bytes_per_s'])}/s"),
