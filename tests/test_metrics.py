@@ -5,10 +5,12 @@ from __future__ import annotations
 import io
 import json
 import logging
+import re
 import socket
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -154,6 +156,16 @@ def test_names_follow_the_conventions() -> None:
         if family.type == "counter":
             assert family.name.endswith(units) or family.name == "perdure_file_system_full", family.name
     assert not any(name.endswith("_total") for name in GAUGES | COUNTERS)
+
+
+def test_the_manual_names_every_metric_and_no_other() -> None:
+    text = (Path(__file__).parent.parent / "docs" / "operations.md").read_text()
+    written = set(re.findall(r"`(perdure_[a-z_]+)`", text))
+    metrics = Metrics()
+    ending = {"counter": "_total", "info": "_info"}
+    made = {family.name + ending.get(family.type, "") for family in metrics.registry.collect()}
+    made |= {*GAUGES, *(f"{name}_total" for name in COUNTERS), "perdure_clients", "perdure_tenant_bytes"}
+    assert written == {name for name in made if name.startswith("perdure_")}
 
 
 def test_registries_do_not_share() -> None:

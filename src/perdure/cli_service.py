@@ -118,6 +118,7 @@ def doctor(directory: Path, memory: str, capacity: str | None, as_json: bool) ->
 def top(path: Path | None, once: bool, as_json: bool) -> None:
     """What a running service does: memory, clients, calls, hits, rates."""
     import importlib
+    import threading
     import time
 
     from perdure.observe import top as live
@@ -131,7 +132,7 @@ def top(path: Path | None, once: bool, as_json: bool) -> None:
     try:
         if not once and not as_json and sys.stdout.isatty():
             with contextlib.suppress(KeyboardInterrupt):
-                live.show(connection.status, lambda seconds: bool(time.sleep(seconds)))
+                live.show(connection.status, threading.Event().wait)
             return
         before = live.sample(connection.status)
         time.sleep(live.PERIOD_S)
