@@ -49,7 +49,15 @@ class Server:
 HANG = os.environ.pop("HANG", "") == "1"
 flags = dict(item.split("=", 1) for item in sys.argv[1:])
 loaded = settings.load(flags, None, {})
-sys.exit(process.run(loaded.settings, lambda store, chosen: Server(store, chosen.socket_path())))
+made = []
+
+def build(store, chosen):
+    made.append(Server(store, chosen.socket_path()))
+    return made[0]
+
+status = process.run(loaded.settings, build)
+print("store open" if made[0].store._closed is None else "store closed", flush=True)  # before atexit would do it
+sys.exit(status)
 """
 
 
@@ -103,7 +111,7 @@ def test_serves_until_a_signal_and_seals(tmp_path: Path, services: list[Service]
             assert wanted in answer.read().decode()
     assert service.end(number) == 0
     assert service.child.stdout is not None
-    assert service.child.stdout.read() == "stop 3.0\n"
+    assert service.child.stdout.read() == "stop 3.0\nstore closed\n"
     assert service.until("stopped")["status"] == 0
     with perdure.open(tmp_path / "data", read_only=True, memory=0) as store:
         status = store.status()
