@@ -15,6 +15,8 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from perdure import cli_service
+
 if TYPE_CHECKING:
     from perdure.benchmarks.harness import Report
     from perdure.store import Store
@@ -181,6 +183,10 @@ def demo(directory: Path, as_json: bool) -> None:
     from perdure import demo as demonstration
 
     sys.exit(demonstration.run(directory, json=as_json))
+
+
+for _command in cli_service.COMMANDS:
+    main.add_command(_command)
 
 
 # --- output

@@ -23,6 +23,10 @@ class UnknownOption(InvalidArgument):
     """An option or configuration key does not exist; the message names the nearest one that does."""
 
 
+class ConfigError(PerdureError, ValueError):
+    """A setting of the service is unusable; the message says which, where it came from and what to write instead."""
+
+
 class StorePathError(PerdureError, OSError):
     """The store's directory is missing, not a directory, or cannot be written."""
 

@@ -89,7 +89,7 @@ regions_per_client_max: Final = 64
 spaces_per_client_max: Final = 1024
 connections_per_client_max: Final = 64
 views_per_client_max: Final = 65_536
-clients_max_default: Final = 4096
+connections_max: Final = 4096
 service_threads: Final = 32
 service_data_threads_max: Final = 24  # of them; what is left answers questions while the disk hangs
 hello_wait_s: Final = 10.0
@@ -119,6 +119,17 @@ corrupt_window_s: Final = 60.0
 corrupt_removals_per_window_max: Final = 32
 corrupt_segments_per_window_max: Final = 4
 
+# --- operation ------------------------------------------------------------------------------------------------
+drain_s_max: Final = 3600.0
+service_clients_entries_max: Final = 65_536
+metrics_tenants_entries_max: Final = 200  # label values; later tenants are counted together as "other"
+metrics_request_bytes_max: Final = 8 * KIB  # request line and headers of one scrape
+metrics_request_s: Final = 5.0  # a client that is slower than this is dropped
+metrics_threads_max: Final = 8
+probe_period_s: Final = 10.0
+probe_late_s: Final = 5.0  # a put and get that take longer than this are not ready
+probe_ttl_s: Final = 60.0
+
 
 def _check(condition: bool, relation: str) -> None:
     if not condition:  # survives python -O, unlike assert
@@ -141,3 +152,4 @@ _check(4 * message_tokens_max + 4 * KIB <= message_bytes_max, "tokens fit a mess
 _check(service_data_threads_max < service_threads, "some threads are left for questions")
 _check(beat_s <= 0.1, "touches are drained at least ten times a second")
 _check(staging_bytes_max >= block_bytes_max, "a largest block fits the staging")
+_check(probe_late_s < probe_period_s < probe_ttl_s, "a probe ends before the next, and outlives it")

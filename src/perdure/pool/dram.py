@@ -59,8 +59,7 @@ class DramPool:
         self._make = memory
         self._chunks_max = -(-budget_bytes // chunk_bytes)
         self._chunk_bytes = budget_bytes // self._chunks_max // page * page if budget_bytes else 0
-        if not self._chunk_bytes:
-            self._chunks_max = 0
+        self._chunks_max = self._chunks_max if self._chunk_bytes else 0
         self._lock = threading.Lock()
         self._index: dict[bytes, Slot] = {}
         self._classes: dict[tuple[bytes, int], SizeClass] = {}
@@ -289,9 +288,7 @@ class DramPool:
     def close(self) -> None:
         """Let go of all memory; nothing may be asked of the pool afterwards. Views that are out keep theirs."""
         with self._lock:
-            for chunk in self._chunks:
-                chunk.memory.close()
-            for memory in self._spares:
+            for memory in [*(chunk.memory for chunk in self._chunks), *self._spares]:
                 memory.close()
             self._chunks, self._spares, self._idle, self._chunks_max = [], [], [], 0
             self._index.clear()

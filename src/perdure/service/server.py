@@ -22,10 +22,15 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from perdure import limits
 from perdure.errors import PerdureError, ProtocolError, ServiceBusy
+from perdure.observe.metrics import Metrics
 from perdure.pool.dram import DramPool
 from perdure.pool.memory import SharedChunk
+from perdure.reports import WriteStatus
+from perdure.segments.landing import BlockStatus
 from perdure.service import messages as m
 from perdure.service import sockets
 from perdure.service.domains import Domains
@@ -58,7 +63,7 @@ class _Connection:
 class Server:
     """Serves one open store. Binds at once, answers after `start`."""
 
-    def __init__(self, store: Store, *, socket: Path, clients_max: int = limits.clients_max_default):
+    def __init__(self, store: Store, *, socket: Path, clients_max: int = limits.connections_max):
         self._store, self._core = store, store.core
         self.path = Path(socket)
         self._listener = sockets.listen_unix(self.path)
@@ -85,6 +90,7 @@ class Server:
         ] + [threading.Thread(target=target, name=f"perdure-{name}", daemon=True)
              for name, target in (("beat", self._beat), ("prefault", self._prefault))]  # fmt: skip
         self._started = False
+        self.metrics: Metrics | None = None  # set before `start`
 
     # --- life
     def start(self) -> None:
@@ -318,6 +324,8 @@ class Server:
         finally:
             for fd in fds:
                 os.close(fd)
+        if self.metrics is not None:
+            count(self.metrics, peer, question, answer, time.monotonic() - since)
         try:
             if not (isinstance(question, m.Release) and not question.tell):
                 self._send(connection, answer, out)
@@ -335,3 +343,27 @@ class Server:
             sockets.send(connection.sock, data, fds, socket.MSG_DONTWAIT)
         except OSError:  # it does not take its answers, or is gone
             self._close(connection)
+
+
+_READ_NAMES = tuple(status.name.lower() for status in BlockStatus)
+_WRITE_NAMES = tuple(status.name.lower() for status in WriteStatus)
+
+
+def count(metrics: Metrics, peer: Peer, question: Any, answer: m.Message, seconds: float) -> None:
+    """Metrics of one question, at its completion."""
+    verb = type(question).__name__.lower()
+    metrics.call(verb, "error" if isinstance(answer, m.Failed) else "ok", seconds)
+    if isinstance(answer, m.Count):
+        space = peer.space(question.space)
+        metrics.lookups(space.tenant, len(question.keys) // limits.key_bytes, answer.count)
+    if not isinstance(answer, m.Fetched | m.Delivered | m.Written):
+        return
+    space = peer.space(question.space)
+    names = _WRITE_NAMES if isinstance(answer, m.Written) else _READ_NAMES
+    memory = 0 if isinstance(answer, m.Written) else answer.from_memory
+    amounts = np.bincount(np.frombuffer(answer.statuses, np.uint8), minlength=len(names))
+    for name, blocks in zip(names, amounts.tolist(), strict=False):
+        in_memory = memory if name == "found" else 0
+        for tier, amount in (("memory", in_memory), ("none" if name == "missing" else "disk", blocks - in_memory)):
+            if amount > 0:
+                metrics.blocks(verb, space.tenant, tier, name, amount, amount * space.layout.block_bytes)
