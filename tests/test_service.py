@@ -6,7 +6,6 @@ import contextlib
 import os
 import signal
 import socket
-import struct
 import subprocess
 import sys
 import time
@@ -22,7 +21,7 @@ import perdure
 from perdure.errors import InvalidArgument, ServiceUnavailable, StoreClosed, StorePathError
 from perdure.io.shared import SharedMemory, map_fd
 from perdure.limits import MIB
-from perdure.pool.memory import HEADER_BYTES, SharedChunk
+from perdure.pool.memory import SharedChunk
 from perdure.service import messages, sockets
 from perdure.service.maps import ChunkMap, copy_block
 from perdure.service.server import Server, shared_pool
@@ -148,7 +147,6 @@ def test_a_slot_that_changes_during_the_copy_is_refused() -> None:
 
     maps.data = Data()  # type: ignore[assignment]
     assert copy_block(maps, 0, KEY, SPACE, 4096, 0, [memoryview(bytearray(4096))]) == 0
-    assert HEADER_BYTES == 128
     chunk.close()
 
 
@@ -187,11 +185,11 @@ def test_memory_cut_short_by_its_owner_harms_nobody(tmp_path: Path) -> None:
         extents = [[(at * space.layout.block_bytes, space.layout.block_bytes)] for at in range(4)]
         table, parts = messages.pack_extents(extents)
         run, deadline = client.current()
-        number = region.numbers[run.welcome.boot]
+        number = region.numbers[run.welcome.client]
         with pytest.raises(InvalidArgument, match="cut it short"):
             client.ask(
                 run,
-                lambda i: messages.Write(i, 0, keys.tobytes(), number, table, parts, "session", None, None, None),
+                lambda i: messages.Write(i, 0, keys.tobytes(), number, table, parts, "session", None, None, deadline),
                 deadline,
             )
         assert write(space, keys) == [STORED] * 4
@@ -287,6 +285,12 @@ def test_a_service_that_was_replaced_is_found_again(tmp_path: Path) -> None:
                 second.stop()
 
 
+def stopped(pid: int) -> bool:
+    """Whether every thread of a process has stopped."""
+    states = [path.read_text().rpartition(")")[2].split()[0] for path in Path(f"/proc/{pid}/task").glob("*/stat")]
+    return set(states) == {"T"}
+
+
 def test_a_stopped_service_makes_calls_late(tmp_path: Path) -> None:
     code = (
         "import sys, time, perdure\n"
@@ -309,6 +313,7 @@ def test_a_stopped_service_makes_calls_late(tmp_path: Path) -> None:
                 assert read(space, keys) == [FOUND] * 6
                 unknown = chain(space, 2, 3)
                 os.kill(service.pid, signal.SIGSTOP)
+                until(lambda: stopped(service.pid))
                 report = space.read(unknown, into=bytearray(3 * 8192), deadline_s=0.2)
                 assert report.count(perdure.BlockStatus.LATE) == 3
                 assert read(space, keys, deadline_s=1.0) == [FOUND] * 6  # they are in memory: nobody is asked
@@ -363,7 +368,7 @@ def test_socket_paths(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("seed", range(8))
 def test_nothing_a_client_sends_ends_the_service(tmp_path: Path, seed: int) -> None:
-    rng = np.random.default_rng(seed)
+    rng, soon = np.random.default_rng(seed), time.monotonic() + 600
     with serving(tmp_path / "s") as (_, server), perdure.connect(tmp_path / "s") as client:
         space = keyspace(client)
         keys = chain(space, 1, 4)
@@ -371,14 +376,14 @@ def test_nothing_a_client_sends_ends_the_service(tmp_path: Path, seed: int) -> N
         good = [
             messages.encode(one)
             for one in (
-                messages.Fetch(5, 0, keys.tobytes(), 1.0, 2**40, 0.0),
+                messages.Fetch(5, 0, keys.tobytes(), soon, 2**40, 0.0),
                 messages.Attach(6, 0, [0, 0], []),
-                messages.Read(7, 0, keys.tobytes(), 1, b"\xff" * 64, b"", 1.0, False),
-                messages.Write(8, 0, keys.tobytes(), 1, b"", b"", "session", None, None, None),
+                messages.Read(7, 0, keys.tobytes(), 1, b"\xff" * 64, b"", soon, False),
+                messages.Write(8, 0, keys.tobytes(), 1, b"", b"", "session", None, None, soon),
                 messages.Region(9, "client", 2**60),
                 messages.Lookup(10, 99, b"x" * 31),
                 messages.Release(11, [1, 2, 3], True),
-                messages.Fetch(12, 0, keys.tobytes(), -1.0, 1, 0.0),
+                messages.Fetch(12, 0, keys.tobytes(), float("nan"), 1, 0.0),
             )
         ]
         for round_number in range(60):
@@ -402,4 +407,122 @@ def test_nothing_a_client_sends_ends_the_service(tmp_path: Path, seed: int) -> N
                     sock.recv(1 << 17)
         assert read(space, keys) == [FOUND] * 4
         until(lambda: len(server.status()["clients"]) == 1)
-        assert struct.calcsize("=Q") == 8
+
+
+# --- what must never happen
+def test_a_block_whose_pin_was_lost_is_not_taken_for_another(tmp_path: Path) -> None:
+    """A client that slept too long between the service's answer and its copy finds the slot in other use."""
+    with serving(tmp_path / "s") as (store, _), perdure.connect(tmp_path / "s") as client:
+        space = keyspace(client)
+        keys, others = chain(space, 1, 3), chain(space, 2, 3)
+        write(space, keys)
+        write(space, others)
+        store.core.pool.drop_all()
+        call = space.begin()
+        grant, answer = space._ask_fetch(call, keys, 0.0)
+        maps = client.maps(call.run, space.tenant_id, call.space, call.until)
+        targets = [[memoryview(bytearray(8192))] for _ in range(3)]
+        assert space._copy_granted(maps, keys, answer, targets) == [True] * 3
+        client.ask(call.run, lambda i: messages.Release(i, [grant], True), call.until)
+        store.core.pool.drop_all()
+        held = space._ask_fetch(call, others, 0.0)  # takes the slots that have become free
+        assert np.intersect1d(np.frombuffer(answer.slots, "u8"), np.frombuffer(held[1].slots, "u8")).size == 3
+        assert space._copy_granted(maps, keys, answer, targets) == [False] * 3
+        name = keys[0].tobytes()
+        assert not any(maps.granted(int(slot), name, space.digest) for slot in np.frombuffer(answer.slots, "u8"))
+
+
+def test_a_write_that_is_read_after_its_deadline_stores_nothing(tmp_path: Path) -> None:
+    """Its caller has gone on and may have put something else into that memory."""
+    with serving(tmp_path / "s"), perdure.connect(tmp_path / "s") as client:
+        space = keyspace(client)
+        keys = chain(space, 1, 2)
+        region = client.landing(2 * 8192)
+        region.view[:] = blocks_of(keys).tobytes()
+        call, past = space.begin(), time.monotonic() - 0.001
+        number = region.numbers[call.run.welcome.client]
+        table, parts = messages.pack_extents([[(0, 8192)], [(8192, 8192)]])
+        names = keys.tobytes()
+        written = client.ask(
+            call.run,
+            lambda i: messages.Write(i, call.space, names, number, table, parts, "session", None, None, past),
+            call.until,
+        )
+        assert set(written.statuses) == {perdure.WriteStatus.LATE}
+        assert not space.present(keys).any()
+        write(space, keys)
+        region.view[:] = bytes(2 * 8192)
+        got = client.ask(
+            call.run, lambda i: messages.Read(i, call.space, names, number, table, parts, past, True), call.until
+        )
+        assert set(got.statuses) == {perdure.BlockStatus.LATE}
+        assert region.view.tobytes() == bytes(2 * 8192)
+
+
+def test_a_grant_number_is_used_once(tmp_path: Path) -> None:
+    with serving(tmp_path / "s") as (store, _), perdure.connect(tmp_path / "s") as client:
+        space = keyspace(client)
+        keys = chain(space, 1, 2)
+        write(space, keys)
+        call = space.begin()
+        question = lambda i: messages.Fetch(i, call.space, keys.tobytes(), call.until, 77, 60.0)  # noqa: E731
+        client.ask(call.run, question, call.until)
+        with pytest.raises(perdure.ProtocolError, match="in use"):
+            client.ask(call.run, question, call.until)
+        assert store.core.pool.stats().pinned == 2
+
+
+def test_a_client_that_was_cut_off_starts_anew(tmp_path: Path) -> None:
+    """The same service, but another client to it: numbers of keyspaces and regions of before mean nothing now."""
+    with serving(tmp_path / "s") as (_, server), perdure.connect(tmp_path / "s") as client:
+        first, second = keyspace(client), keyspace(client, model="another")
+        region = client.landing(8192)
+        for connection in list(server._connections.values()):
+            if connection.main:
+                server._close(connection)
+        until(lambda: client.transport._run is None or client.transport._run.ended.is_set())
+        for space in (second, first):  # the other way round: each number is now the other's
+            keys = chain(space, 1, 1)
+            region.view[:] = blocks_of(keys).tobytes()
+            assert space.write(keys, region.view).durable
+            region.view[:] = bytes(8192)
+            assert space.read(keys, into=region.view).usable == 1
+            assert region.view.tobytes() == blocks_of(keys).tobytes()
+
+
+def test_a_full_pool_makes_room_for_a_new_client(tmp_path: Path) -> None:
+    """The memory of its ring comes from a chunk that is given up, whose domain is the one being attached to."""
+    with serving(tmp_path / "s", memory=512 * MIB, capacity="1GiB") as (store, _):
+        until(lambda: not store.core.pool.prefault(), 60)  # all of it is made
+        local = keyspace(store, block_bytes=4 * MIB)
+        with perdure.connect(tmp_path / "s") as first:
+            space = keyspace(first, block_bytes=4 * MIB)
+            keys = chain(space, 1, 1)
+            write(space, keys)
+            slots = []
+            while (slot := store.core.pool.reserve(4 * MIB, local.tenant_id)) is not None and len(slots) < 1000:
+                slots.append(slot)
+                if not store.core.pool._spares and len(slots) > 120:
+                    break
+            for number, slot in enumerate(slots):
+                store.core.pool.publish(slot, number.to_bytes(32, "big"))
+            assert not store.core.pool._spares
+            with perdure.connect(tmp_path / "s") as another:
+                assert read(keyspace(another, block_bytes=4 * MIB), keys) == [FOUND]
+            stats = store.core.pool.stats()
+            assert stats.mapped_bytes + stats.lent_bytes + stats.stranded_bytes <= stats.budget_bytes
+
+
+def test_chunks_that_were_given_up_are_unmapped_by_idle_clients(tmp_path: Path) -> None:
+    """Memory moves to another tenant; the first tenant's client does nothing meanwhile."""
+    with serving(tmp_path / "s", memory=64 * MIB) as (store, _), perdure.connect(tmp_path / "s") as client:
+        space = keyspace(client)
+        keys = chain(space, 1, 4)
+        write(space, keys)
+        assert read(space, keys) == [FOUND] * 4
+        other = keyspace(client, tenant="another")
+        theirs = chain(other, 1, 4)
+        assert write(other, theirs) == [STORED] * 4
+        until(lambda: read(other, theirs) == [FOUND] * 4 and store.core.pool.stats().stranded_bytes == 0)
+        assert store.core.pool.stats().mapped_bytes <= 64 * MIB
+        assert read(space, keys) == [FOUND] * 4

@@ -88,7 +88,6 @@ region_bytes_max: Final = 1024 * GIB
 regions_per_client_max: Final = 64
 spaces_per_client_max: Final = 1024
 connections_per_client_max: Final = 64
-views_per_client_max: Final = 65_536
 connections_max: Final = 4096
 service_threads: Final = 32
 service_data_threads_max: Final = 24  # of them; what is left answers questions while the disk hangs

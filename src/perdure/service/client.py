@@ -14,6 +14,7 @@ Contract
 from __future__ import annotations
 
 import fcntl
+import itertools
 import os
 import threading
 import time
@@ -31,8 +32,7 @@ from perdure.service import messages as m
 from perdure.service import sockets
 from perdure.service.local import Late, LocalTransport, Run
 from perdure.service.maps import DomainMaps
-
-_STAGING_BYTES = 16 * limits.MIB
+from perdure.service.staging import Staging
 
 
 class Region:
@@ -43,7 +43,14 @@ class Region:
         self.fd, self.nbytes = fd, nbytes
         self.view: memoryview = map_fd(fd, nbytes, writable=True).data
         self.start = address(self.view)
-        self.numbers: dict[bytes, int] = {}  # run of the service -> its number there
+        self.numbers: dict[bytes, int] = {}  # our token in a run of the service -> its number there
+
+    @classmethod
+    def received(cls, fd: int, nbytes: int, run: Run, number: int) -> Region:
+        """Memory that the service made in answer to a question of this run."""
+        region = cls(fcntl.fcntl(fd, fcntl.F_DUPFD_CLOEXEC, 3), nbytes)
+        region.numbers[run.welcome.client] = number
+        return region
 
     def offset(self, part: memoryview) -> int | None:
         at = address(part) - self.start
@@ -62,13 +69,11 @@ class RemoteStore:
         self.path: Path = sockets.socket_path(address)
         self.transport = LocalTransport(self.path, name, wait_s)
         self.transport.on_retired = self._retired
-        self._lock = threading.Lock()
         self._maps: dict[tuple[bytes, bytes], DomainMaps] = {}
         self._regions: list[Region] = []
-        self._staging: list[Region] = []
-        self._staged_bytes = 0
-        self._staging_free = threading.Condition(self._lock)
+        self.staging = Staging(self.transport)
         self._attaching = threading.Lock()
+        self._grants = itertools.count(1)
         self._spaces: list[Any] = []
 
     # --- use
@@ -97,10 +102,7 @@ class RemoteStore:
         run, deadline = self.current()
 
         def receive(answer: Any, fds: list[int]) -> None:
-            region = Region(os.dup(fds[0]), nbytes)
-            os.set_inheritable(region.fd, False)
-            region.numbers[run.welcome.boot] = answer.number
-            made.append(region)
+            made.append(Region.received(fds[0], nbytes, run, answer.number))
 
         self.ask(run, lambda i: m.Region(i, "landing", nbytes), deadline, receive=receive)
         self._regions.append(made[0])
@@ -125,7 +127,7 @@ class RemoteStore:
         if region in self._regions:
             self._regions.remove(region)
             run, deadline = self.current()
-            number = region.numbers.pop(run.welcome.boot, None)
+            number = region.numbers.pop(run.welcome.client, None)
             if number is not None:
                 self.ask(run, lambda i: m.Unregister(i, number), deadline)
             region.close()
@@ -146,7 +148,8 @@ class RemoteStore:
         raw = token_bytes(token_ids)
         if len(raw) > 4 * limits.message_tokens_max:
             raise InvalidArgument(f"{len(raw) // 4} tokens: explain at most {limits.message_tokens_max} at a time")
-        return self._document(lambda i: m.ExplainPrefix(i, space.number(self.current()[0]), raw))
+        number = space.begin().space
+        return self._document(lambda i: m.ExplainPrefix(i, number, raw))
 
     def sync(self) -> None:
         run, deadline = self.current()
@@ -167,10 +170,10 @@ class RemoteStore:
             space.end()
         self.transport.close()
         self._maps.clear()
-        for region in [*self._regions, *self._staging]:
+        self.staging.close()
+        for region in self._regions:
             region.close()
         self._regions.clear()
-        self._staging.clear()
 
     def __enter__(self) -> RemoteStore:
         return self
@@ -184,6 +187,10 @@ class RemoteStore:
         return content
 
     # --- for keyspaces
+    def grant_number(self) -> int:
+        """Unlike any other of this client."""
+        return next(self._grants)
+
     def current(self, deadline: float | None = None) -> tuple[Run, float]:
         """The run of the service and when to stop waiting for it."""
         if deadline is not None:
@@ -200,11 +207,11 @@ class RemoteStore:
 
     def maps(self, run: Run, tenant_id: bytes, number: int, deadline: float) -> DomainMaps:
         """The maps of a tenant, brought up to date if the service has changed them."""
-        name = (run.welcome.boot, tenant_id)
+        name = (run.welcome.client, tenant_id)
         maps = self._maps.get(name)
         if maps is None or maps.stale:
             with self._attaching:
-                for old in [one for one in self._maps if one[0] != run.welcome.boot]:
+                for old in [one for one in self._maps if one[0] != run.welcome.client]:
                     self._maps.pop(old, None)
                 maps = self._maps.setdefault(name, DomainMaps())
                 for _ in range(limits.message_descriptors_max):
@@ -234,62 +241,11 @@ class RemoteStore:
 
     def region_number(self, run: Run, region: Region, deadline: float) -> int:
         """A region's number in this run; registered anew after the service was replaced."""
-        number = region.numbers.get(run.welcome.boot)
+        number = region.numbers.get(run.welcome.client)
         if number is None:
             answer = self.ask(run, lambda i: m.Region(i, "client", region.nbytes), deadline, send_fds=[region.fd])
-            number = region.numbers[run.welcome.boot] = int(answer.number)
+            number = region.numbers[run.welcome.client] = int(answer.number)
         return number
-
-    def take_staging(self, run: Run, nbytes: int, deadline: float) -> Region:
-        """Staging memory for one call. Raises Late if all of it is in use until the deadline."""
-        size = max(_STAGING_BYTES, -(-nbytes // limits.page_bytes) * limits.page_bytes)
-        with self._staging_free:
-            while True:
-                for old in [one for one in self._staging if run.welcome.boot not in one.numbers]:
-                    self._staging.remove(old)
-                    self._drop_staging(old)
-                fitting = next((one for one in self._staging if one.nbytes >= size), None)
-                if fitting is not None:
-                    self._staging.remove(fitting)
-                    return fitting
-                if self._staged_bytes + size <= limits.staging_bytes_max or not self._staged_bytes:
-                    self._staged_bytes += size
-                    break
-                if self._staging:  # too small a one is given up
-                    self._drop_staging(self._staging.pop(0))
-                elif not self._staging_free.wait(max(0.0, min(deadline - time.monotonic(), 3600.0))):
-                    raise Late
-        made: list[Region] = []
-
-        def receive(answer: Any, fds: list[int]) -> None:
-            region = Region(fcntl.fcntl(fds[0], fcntl.F_DUPFD_CLOEXEC, 3), size)
-            region.numbers[run.welcome.boot] = answer.number
-            made.append(region)
-
-        try:
-            self.transport.ask(run, lambda i: m.Region(i, "staging", size), deadline, receive=receive)
-        except BaseException:
-            with self._staging_free:
-                self._staged_bytes -= size
-            raise
-        return made[0]
-
-    def give_staging(self, region: Region) -> None:
-        with self._staging_free:
-            run = self.transport._run  # noqa: SLF001 (our own)
-            if run is not None and run.welcome.boot in region.numbers and region.fd >= 0:
-                self._staging.append(region)
-            else:
-                self._staged_bytes -= region.nbytes
-                region.close()
-            self._staging_free.notify_all()
-
-    def _drop_staging(self, region: Region) -> None:
-        self._staged_bytes -= region.nbytes
-        run = self.transport._run  # noqa: SLF001
-        if run is not None and (number := region.numbers.get(run.welcome.boot)) is not None:
-            self.transport.tell(run, m.Unregister(0, number))
-        region.close()
 
 
 def connect(address: str | os.PathLike[str], **options: Any) -> RemoteStore:

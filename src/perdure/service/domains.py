@@ -28,7 +28,7 @@ from perdure.pool.memory import SharedChunk
 from perdure.presence import PresenceIndex
 from perdure.presence_table import Column, Columns, Fingerprints
 from perdure.service import shared
-from perdure.service.messages import pack_slot
+from perdure.service.messages import unpack_slot
 
 if TYPE_CHECKING:
     from perdure.service.peers import Peer
@@ -136,6 +136,7 @@ class Domains:
         self._news: deque[Domain] = deque()  # domains that lost chunks
         self._settling = threading.Lock()
         self._making = threading.Lock()
+        self._claiming = threading.Lock()
         self._unclaimed: dict[bytes, dict[int, SharedChunk]] = {}  # chunks of tenants without a domain
 
     def get(self, tenant_id: bytes) -> Domain:
@@ -151,11 +152,12 @@ class Domains:
 
     def _make(self, tenant_id: bytes, every: Columns) -> None:
         domain = Domain(tenant_id)
-        domain.chunks = self._unclaimed.pop(tenant_id, {})
         for ordinal in np.unique(every.segment).tolist():
             if self._tenant(ordinal) == tenant_id:
                 domain.insert(every.at(every.segment == ordinal), False)
-        self._domains[tenant_id] = domain
+        with self._claiming:
+            domain.chunks = self._unclaimed.pop(tenant_id, {})
+            self._domains[tenant_id] = domain
 
     def all(self) -> list[Domain]:
         return list(self._domains.values())
@@ -201,19 +203,21 @@ class Domains:
 
     def opened(self, chunk: Chunk) -> None:
         assert isinstance(chunk.memory, SharedChunk)
-        domain = self._domains.get(chunk.owner.domain)
-        if domain is None:
-            self._unclaimed.setdefault(chunk.owner.domain, {})[chunk.number] = chunk.memory
-        else:
-            with domain.lock:
-                domain.chunks[chunk.number] = chunk.memory
-                domain.words[shared.CHUNKS] += np.uint64(1)
+        with self._claiming:
+            domain = self._domains.get(chunk.owner.domain)
+            if domain is None:
+                self._unclaimed.setdefault(chunk.owner.domain, {})[chunk.number] = chunk.memory
+                return
+        with domain.lock:
+            domain.chunks[chunk.number] = chunk.memory
+            domain.words[shared.CHUNKS] += np.uint64(1)
 
     def retired(self, chunk: Chunk) -> bool:
-        domain = self._domains.get(chunk.owner.domain)
-        if domain is None:
-            self._unclaimed.get(chunk.owner.domain, {}).pop(chunk.number, None)
-            return False
+        with self._claiming:
+            domain = self._domains.get(chunk.owner.domain)
+            if domain is None:
+                self._unclaimed.get(chunk.owner.domain, {}).pop(chunk.number, None)
+                return False
         with domain.lock:
             domain.chunks.pop(chunk.number, None)
             domain.words[shared.CHUNKS] += np.uint64(1)
@@ -262,14 +266,10 @@ class Domains:
 
     def slot_of(self, domain: Domain, packed: int) -> tuple[SharedChunk, int] | None:
         """The chunk and index that an engine's number means, if they exist."""
-        chunk, index = packed >> 16, packed & 0xFFFF
+        chunk, index = unpack_slot(packed)
         memory = domain.chunks.get(chunk)
         return None if memory is None or index >= memory.slots_max else (memory, index)
 
     def close(self) -> None:
         for domain in self.all():
             domain.close()
-
-
-def packed_slot(slot: Slot) -> int:
-    return pack_slot(slot.chunk.number, slot.index)

@@ -39,7 +39,7 @@ class Run:
     def __init__(self, main: socket.socket, welcome: m.Welcome):
         self.main, self.welcome = main, welcome
         self.idle: list[socket.socket] = []
-        self.aside: list[tuple[socket.socket, int, Callable[[Any], None] | None]] = []
+        self.aside: list[tuple[socket.socket, int, Callable[[Any], None]]] = []
         self.ended = threading.Event()
 
 
@@ -114,41 +114,44 @@ class LocalTransport:
         receive: Callable[[Any, list[int]], None] | None = None,
         settle: Callable[[Any], None] | None = None,
     ) -> Any:
-        """The answer. receive: gets it with its descriptors, which are closed afterwards. settle: called with the
-        answer that came too late, or None when the run has ended.
+        """The answer. receive: gets it with its descriptors, which are closed afterwards. settle: called once, unless
+        the answer is returned, when the service can no longer touch what the question named: with the late or failed
+        answer, or with None if there is none.
 
         Raises Late, ServiceUnavailable (the run has ended), and what the service raised."""
-        self._collect(run)
+        settle = settle or _ignore
         number = next(self._ids)
         message = m.encode(question(number))
         try:
+            self.collect(run)
             sock = self._take(run, deadline)
-        except Late:  # nothing was sent
-            if settle is not None:
-                settle(None)
+        except BaseException:  # nothing was sent
+            settle(None)
             raise
         fds: list[int] = []
         try:
             self.messages += 1
             sockets.send(sock, message, send_fds or [])
             answer = self._receive(sock, number, deadline, fds)
-        except Late:
+        except OSError as error:
+            sock.close()
+            settle(None)
+            raise ServiceUnavailable(f"{self.path}: the service ended ({error})") from error
+        except BaseException:  # late, or interrupted: the service may still be at work on it
             with self._lock:
                 run.aside.append((sock, number, settle))
             raise
-        except OSError as error:
-            sock.close()
-            raise ServiceUnavailable(f"{self.path}: the service ended ({error})") from error
+        with self._lock:
+            run.idle.append(sock)
+        try:
+            with closing(fds):
+                if isinstance(answer, m.Failed):
+                    m.raise_failure(answer)
+                if receive is not None:
+                    receive(answer, fds)
         except BaseException:
-            sock.close()
+            settle(answer)
             raise
-        with closing(fds):
-            with self._lock:
-                run.idle.append(sock)
-            if isinstance(answer, m.Failed):
-                m.raise_failure(answer)
-            if receive is not None:
-                receive(answer, fds)
         return answer
 
     def tell(self, run: Run, message: m.Message) -> None:
@@ -200,8 +203,8 @@ class LocalTransport:
             if answer.id == number or (isinstance(answer, m.Failed) and answer.id == 0):
                 return answer
 
-    def _collect(self, run: Run) -> None:
-        """Answers that came too late: their memory is free now."""
+    def collect(self, run: Run) -> None:
+        """Look for answers that came too late: what their questions named is free now."""
         if not run.aside:
             return
         with self._lock:
@@ -221,13 +224,7 @@ class LocalTransport:
                     run.idle.append(sock)
             except (OSError, ProtocolError, Late):
                 sock.close()
-            if settle is not None:
-                settle(answer)
-
-    def settled(self, run: Run) -> bool:
-        """Whether no question of a run that was late is still being worked on."""
-        self._collect(run)
-        return not run.aside
+            settle(answer)
 
     def __del__(self) -> None:
         if hasattr(self, "_run"):
@@ -251,8 +248,7 @@ class LocalTransport:
                 sock.shutdown(socket.SHUT_RDWR)
             sock.close()
         for _, _, settle in aside:
-            if settle is not None:
-                settle(None)
+            settle(None)
 
     def _forked(self) -> None:
         if self._closed is None:
@@ -261,6 +257,10 @@ class LocalTransport:
             if run is not None:
                 for sock in (run.main, *run.idle, *(sock for sock, _, _ in run.aside)):
                     sock.close()
+
+
+def _ignore(answer: Any) -> None:
+    """Nothing to settle."""
 
 
 def _listen(owner: weakref.ref[LocalTransport], run: Run) -> None:

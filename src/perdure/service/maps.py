@@ -25,7 +25,7 @@ from perdure.keys import key_list
 from perdure.pool.memory import HEADER, HEADER_BYTES
 from perdure.presence_table import Table, leading, locate, table_over
 from perdure.service import shared
-from perdure.service.messages import SLOT_INDEX_BITS, Attached, pack_slot
+from perdure.service.messages import Attached, pack_slot, unpack_slot
 
 MAPPABLE: Final = platform.machine() in ("x86_64", "AMD64")
 
@@ -40,10 +40,10 @@ class ChunkMap:
         self.headers = memory[chunk_bytes:].data
         self.generations = self.headers.cast("Q")
 
-    def block(self, index: int) -> memoryview:
-        """The bytes of the block in a slot that is pinned for us."""
-        _, _, _, offset, nbytes, _ = HEADER.unpack_from(self.headers, index * HEADER_BYTES)
-        return self.data[offset : offset + nbytes]
+    def block(self, index: int, key: bytes, keyspace: bytes) -> memoryview | None:
+        """The bytes of the block in a slot that is pinned for us; None if it holds another one."""
+        _, its_key, its_space, offset, nbytes, _ = HEADER.unpack_from(self.headers, index * HEADER_BYTES)
+        return self.data[offset : offset + nbytes] if its_key == key and its_space == keyspace else None
 
 
 class DomainMaps:
@@ -142,10 +142,18 @@ class DomainMaps:
                 shared.write_touches(self._ring, slots, generations)
         return done
 
-    def granted(self, packed: int) -> memoryview | None:
-        """The block in a slot the service has pinned for us; None if its chunk is not mapped."""
-        chunk = self.chunks.get(packed >> SLOT_INDEX_BITS)
-        return None if chunk is None else chunk.block(packed & ((1 << SLOT_INDEX_BITS) - 1))
+    def granted(self, packed: int, key: bytes, keyspace: bytes) -> memoryview | None:
+        """The block in a slot that is pinned for us; None if its chunk is not mapped. Only while the pin is held."""
+        number, index = unpack_slot(packed)
+        chunk = self.chunks.get(number)
+        return None if chunk is None else chunk.block(index, key, keyspace)
+
+    def copy_granted(self, packed: int, key: bytes, keyspace: bytes, block_bytes: int, destination: Parts) -> bool:
+        """Copy a block the service has brought for us. Checked as any other copy: if this process slept too long, the
+        slot is no longer ours."""
+        number, index = unpack_slot(packed)
+        chunk = self.chunks.get(number)
+        return chunk is not None and bool(copy_block(chunk, index, key, keyspace, block_bytes, 0, destination))
 
 
 def copy_block(

@@ -81,11 +81,12 @@ class Present(Message):
 
 class Fetch(Message):
     """Bring blocks into memory and pin them as `grant`, a number of the client's choice. `view_s`: for how long the
-    client may look at them; 0: only until it has copied them."""
+    client may look at them; 0: only until it has copied them. `until_s`, here and below: the deadline on this host's
+    CLOCK_MONOTONIC; a question that is read later than that touches no memory of the client's."""
 
     space: int
     keys: bytes
-    budget_s: float | None
+    until_s: float
     grant: int
     view_s: float
 
@@ -106,7 +107,7 @@ class Read(Message):
     region: int
     extents: bytes
     parts: bytes
-    budget_s: float | None
+    until_s: float
     direct: bool
 
 
@@ -140,7 +141,7 @@ class Write(Message):
     durability: str
     ttl_s: float | None
     lease: LeaseData | None
-    budget_s: float | None
+    until_s: float
 
 
 class Reserve(Message):
@@ -363,6 +364,11 @@ def pack_extents(blocks: list[list[tuple[int, int]]]) -> tuple[bytes, bytes]:
 
 def pack_slot(chunk: int, index: int) -> int:
     return chunk << SLOT_INDEX_BITS | index
+
+
+def unpack_slot(packed: int) -> tuple[int, int]:
+    """(number of the chunk, index of the slot)."""
+    return packed >> SLOT_INDEX_BITS, packed & ((1 << SLOT_INDEX_BITS) - 1)
 
 
 def layout_fields(layout: KVLayout) -> dict[str, Any]:

@@ -13,6 +13,7 @@ from __future__ import annotations
 import os
 import threading
 import time
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
 
@@ -27,7 +28,7 @@ from perdure.pool.dram import Slot
 from perdure.reports import ReadReport
 from perdure.service import shared
 from perdure.service.domains import Domain, Domains
-from perdure.service.messages import Retired, encode
+from perdure.service.messages import Retired, encode, pack_slot
 from perdure.service.regions import LentRegion, Region
 
 
@@ -65,7 +66,7 @@ class Peer:
         self._maps: dict[Domain, set[int]] = {}
         self._numbers = 0
         self.granted_bytes = 0
-        self.notify: object = None  # set by the server: sends one datagram on the connection of the hello
+        self.notify: Callable[[bytes], None] = lambda data: None  # set by the server: one datagram, unasked for
 
     def number(self) -> int:
         with self.lock:
@@ -90,9 +91,8 @@ class Peer:
         return self._maps.setdefault(domain, set())
 
     def tell_retired(self, tenant_id: bytes) -> None:
-        if callable(self.notify):
-            with suppress(OSError):  # it will see the version change at its next call
-                self.notify(encode(Retired(0, tenant_id)))
+        with suppress(OSError):  # it will see the version change at its next call
+            self.notify(encode(Retired(0, tenant_id)))
 
     def region(self, number: int) -> Region:
         region = self.regions.get(number)
@@ -101,17 +101,17 @@ class Peer:
         return region
 
     # --- grants
-    def grant(self, number: int, slots: list[Slot], nbytes: int, ttl_s: float) -> None:
+    def grant(self, number: int, slots: list[Slot], nbytes: int, ttl_s: float) -> bool:
+        """Keep slots pinned for the client. False, and they are released, if it has ended or the number is in use."""
         grant = Grant(slots, nbytes, time.monotonic() + (ttl_s or limits.fetch_grant_s), bool(ttl_s))
         with self.lock:
-            if self.ended or number in self._grants:
-                refused = True
-            else:
-                refused = False
+            taken = not self.ended and number not in self._grants
+            if taken:
                 self._grants[number] = grant
                 self.granted_bytes += nbytes
-        if refused:
+        if not taken:
             self.core.pool.release(slots)
+        return taken
 
     def end_grants(self, numbers: list[int]) -> bool:
         """Whether every one of them was still valid."""
@@ -153,6 +153,8 @@ class Peer:
 
     def _drain(self, domain: Domain, ring: Ring) -> None:
         memory = ring.memory.memory.array
+        if not len(memory):  # it has ended meanwhile
+            return
         words = shared.ring_words(memory)
         seen = int(words[shared.SEEN])
         if seen != ring.seen:
@@ -231,6 +233,6 @@ def found_slots(slots: list[Slot | None], packed: np.ndarray[tuple[int], np.dtyp
     there = []
     for place, slot in enumerate(slots):
         if slot is not None:
-            packed[place] = slot.chunk.number << 16 | slot.index
+            packed[place] = pack_slot(slot.chunk.number, slot.index)
             there.append(slot)
     return there

@@ -14,6 +14,7 @@ from __future__ import annotations
 import ctypes
 import os
 import stat
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from typing import Final
 
@@ -30,20 +31,20 @@ _LIBC = ctypes.CDLL(None, use_errno=True)
 Extents = Sequence[Sequence[tuple[int, int]]]
 
 
-class Region:
-    """Registered memory. `take` gives memory for blocks; `give` ends it, after a read with what is to be stored."""
+class Region(ABC):
+    """Registered memory. `take` gives memory for blocks, `store` puts what was read there in its place."""
 
     nbytes: int
 
+    @abstractmethod
     def take(self, blocks: Extents, *, filled: bool) -> tuple[list[Parts], ScratchLease | None]:
         """The parts of each block; `filled`: with the bytes that are in the region now."""
-        raise NotImplementedError
 
-    def store(self, blocks: Extents, parts: list[Parts], which: Sequence[int]) -> None:
-        """Bring blocks that were read into parts of `take` to where they belong."""
+    def store(self, blocks: Extents, parts: list[Parts], which: Sequence[int]) -> None:  # noqa: B027
+        """Bring blocks that were read into parts of `take` to where they belong; nothing to do if they are there."""
 
-    def close(self) -> None:
-        raise NotImplementedError
+    @abstractmethod
+    def close(self) -> None: ...
 
 
 class MappedRegion(Region):
@@ -84,7 +85,7 @@ class LentRegion(MappedRegion):
     def close(self) -> None:
         super().close()
         self.memory.close()
-        lent, self._lent = self._lent, 0
+        lent, self._lent = self._lent, 0  # it may be closed twice
         self._pool.repay(lent)
 
 

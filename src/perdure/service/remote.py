@@ -10,7 +10,7 @@ import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -23,9 +23,10 @@ from perdure.errors import CatalogError, InvalidArgument, ServiceBusy, ServiceUn
 from perdure.keyspace import Advice, check_lease, check_seconds, durability_of, seconds_of
 from perdure.reports import ReadReport, WriteReport, WriteStatus
 from perdure.service import messages as m
-from perdure.service.client import RemoteStore
+from perdure.service.client import Region, RemoteStore
 from perdure.service.local import Late, Run
-from perdure.service.remote_reads import GRACE_S, STAGED_BYTES, RemoteReads
+from perdure.service.remote_reads import GRACE_S, Call, Extents, RemoteReads
+from perdure.service.staging import STAGED_BYTES
 
 _CALL_THREADS = 4
 
@@ -76,34 +77,37 @@ class RemoteKeyspace(RemoteReads):
     def lookup(self, keys: KeyArray | Sequence[bytes]) -> int:
         """As `Keyspace.lookup`: without a message where the service's memory says it all."""
         array = naming.check_keys(keys)
+        found = 0
         try:
-            run, until, number, maps = self._at(None)
+            call = self.begin()
+            maps = self._maps(call)
             found, sure = (0, False) if maps is None else maps.prefix(array)
             while found < len(array) and not sure:
                 part = array[found : found + limits.message_keys_max]
-                more = self._store.ask(run, lambda i, p=part: m.Lookup(i, number, p.tobytes()), until).count
+                more = self._ask(call, m.Lookup, call.space, part.tobytes()).count
                 found += more
                 if more < len(part):
                     break
-            return found
         except (ServiceUnavailable, Late):
-            return 0
+            pass  # what was found can be asked for; `read` has the last word
+        return found
 
     def present(self, keys: KeyArray | Sequence[bytes]) -> NDArray[np.bool_]:
-        array = naming.check_keys(keys)
-        run, until, number, _ = self._at(None)
-        masks = [
-            self._store.ask(run, lambda i, p=part: m.Present(i, number, p.tobytes()), until).mask
-            for part in _cut(array, limits.message_keys_max)
-        ]
+        """As `Keyspace.present`. Raises ServiceUnavailable."""
+        call = self.begin()
+        masks = [self._ask(call, m.Present, call.space, part.tobytes()).mask for part in _cut(naming.check_keys(keys))]
         return np.frombuffer(b"".join(masks), np.bool_).copy()
 
     def advise(self, keys: KeyArray | Sequence[bytes], *, prefill_tokens_per_s: float) -> Advice:
+        """As `Keyspace.advise`, for the first `limits.message_keys_max` keys. Raises ServiceUnavailable."""
         check_seconds(prefill_tokens_per_s, "prefill_tokens_per_s", math.inf)
-        array = naming.check_keys(keys)[: limits.message_keys_max]
-        run, until, number, _ = self._at(None)
-        a = self._store.ask(run, lambda i: m.Advise(i, number, array.tobytes(), float(prefill_tokens_per_s)), until)
+        names = naming.check_keys(keys)[: limits.message_keys_max].tobytes()
+        call = self.begin()
+        a = self._ask(call, m.Advise, call.space, names, float(prefill_tokens_per_s))
         return Advice(a.blocks, a.load_s, a.recompute_s, a.reason)
+
+    def _ask(self, call: Call, kind: Callable[..., m.Message], *fields: Any) -> Any:
+        return self._store.ask(call.run, lambda number: kind(number, *fields), call.until)
 
     # --- writing
     def write(
@@ -124,10 +128,10 @@ class RemoteKeyspace(RemoteReads):
             check_seconds(ttl_s, "ttl_s", limits.ttl_s_max)
         if lease is not None:
             check_lease(lease)
-        limit, chosen = seconds_of(deadline_s), durability_of(durability)
+        limit = seconds_of(deadline_s)
         report = WriteReport(np.full(len(array), WriteStatus.FAILED, np.uint8), 0, 0, 0, 0.0)
-        terms = (
-            chosen.name.lower(),
+        terms = _Terms(
+            durability_of(durability).name.lower(),
             None if ttl_s is None else float(ttl_s),
             None if lease is None else m.pack_lease(lease),
         )
@@ -138,33 +142,19 @@ class RemoteKeyspace(RemoteReads):
         return report
 
     def _write(
-        self, keys: KeyArray, blocks: list[Parts], terms: tuple[str, float | None, m.LeaseData | None],
-        deadline: float | None, report: WriteReport,
-    ) -> None:  # fmt: skip
+        self, keys: KeyArray, blocks: list[Parts], terms: _Terms, deadline: float | None, report: WriteReport
+    ) -> None:
         todo = np.ones(len(keys), bool)
         try:
-            run, until, number, _ = self._at(deadline)
+            call = self.begin(deadline)
             registered = self._store.region_of(blocks)
-            extents = None if registered is None else registered[1]
-            for part in self._rounds(np.arange(len(keys)), extents, limits.GIB if registered else STAGED_BYTES):
-                if deadline is not None and time.monotonic() > deadline:
-                    raise Late
-                if registered is not None:
-                    where = self._store.region_number(run, registered[0], until)
-                    self._send(
-                        run,
-                        until,
-                        deadline,
-                        number,
-                        keys,
-                        part,
-                        where,
-                        [registered[1][at] for at in part],
-                        terms,
-                        report,
-                    )
+            region, extents = (None, None) if registered is None else registered
+            for part in self._rounds(list(range(len(keys))), limits.GIB if registered else STAGED_BYTES, extents):
+                if region is None or extents is None:
+                    self._stage(call, keys, part, blocks, terms, report)
                 else:
-                    self._stage(run, until, deadline, number, keys, part, blocks, terms, report)
+                    self._store.region_number(call.run, region, call.until)
+                    self._send(call, keys, part, region, [extents[at] for at in part], terms, report)
                 todo[part] = False
         except Late:
             _refuse(report, todo, WriteStatus.LATE, "not written by the deadline")
@@ -174,36 +164,29 @@ class RemoteKeyspace(RemoteReads):
             _refuse(report, todo, WriteStatus.REJECTED, str(error))
 
     def _stage(
-        self, run: Run, until: float, deadline: float | None, number: int, keys: KeyArray, part: list[int],
-        blocks: list[Parts], terms: tuple[str, float | None, m.LeaseData | None], report: WriteReport,
-    ) -> None:  # fmt: skip
-        size = self.layout.block_bytes
-        region = self._store.take_staging(run, len(part) * size, until)
+        self, call: Call, keys: KeyArray, part: list[int], blocks: list[Parts], terms: _Terms, report: WriteReport
+    ) -> None:
+        size, staging = self.layout.block_bytes, self._store.staging
+        region = staging.take(call.run, len(part) * size, call.until)
         try:
             for place, position in enumerate(part):
                 copy_parts(blocks[position], [region.view[place * size : (place + 1) * size]])
-            extents = [[(place * size, size)] for place in range(len(part))]
-            where = region.numbers[run.welcome.boot]
-            self._send(run, until, deadline, number, keys, part, where, extents, terms, report,
-                       lambda answer: self._store.give_staging(region))  # fmt: skip
-        except Late:
-            raise
         except BaseException:
-            self._store.give_staging(region)
+            staging.give(call.run, region)
             raise
-        self._store.give_staging(region)
+        extents: Extents = [[(place * size, size)] for place in range(len(part))]
+        self._send(call, keys, part, region, extents, terms, report, lambda answer: staging.give(call.run, region))
+        staging.give(call.run, region)
 
     def _send(
-        self, run: Run, until: float, deadline: float | None, number: int, keys: KeyArray, part: list[int], region: int,
-        extents: list[list[tuple[int, int]]], terms: tuple[str, float | None, m.LeaseData | None], report: WriteReport,
-        settle: Callable[[Any], None] | None = None,
+        self, call: Call, keys: KeyArray, part: list[int], region: Region, extents: Extents, terms: _Terms,
+        report: WriteReport, settle: Callable[[Any], None] | None = None,
     ) -> None:  # fmt: skip
         table, parts = m.pack_extents(extents)
-        left = None if deadline is None else max(0.0, deadline - time.monotonic())
-        names, (durability, ttl_s, lease) = keys[part].tobytes(), terms
+        number, names = region.numbers[call.run.welcome.client], keys[part].tobytes()
         answer: m.Written = self._store.transport.ask(
-            run, lambda i: m.Write(i, number, names, region, table, parts, durability, ttl_s, lease, left),
-            until + GRACE_S, settle=settle,
+            call.run, lambda i: m.Write(i, call.space, names, number, table, parts, *terms, call.until),
+            call.until + GRACE_S, settle=settle,
         )  # fmt: skip
         report.statuses[part] = np.frombuffer(answer.statuses, np.uint8)
         report.stored += answer.stored
@@ -238,33 +221,41 @@ class RemoteKeyspace(RemoteReads):
         if not len(array):
             raise InvalidArgument("reserve: no keys, so there is nothing to reserve")
         check_seconds(ttl_s, "ttl_s", limits.lease_ttl_s_max)
-        run, until, number, _ = self._at(None)
-        got = self._store.ask(run, lambda i: m.Reserve(i, number, array[-1:].tobytes(), float(ttl_s)), until).lease
+        call = self.begin()
+        got = self._ask(call, m.Reserve, call.space, array[-1:].tobytes(), float(ttl_s)).lease
         return None if got is None else m.lease_of(got)
 
     def end_lease(self, lease: Lease) -> bool:
+        """As `Keyspace.end_lease`."""
         check_lease(lease)
-        run, until = self._store.current()
-        return bool(self._store.ask(run, lambda i: m.EndLease(i, m.pack_lease(lease)), until).yes)
+        return bool(self._ask(self.begin(), m.EndLease, m.pack_lease(lease)).yes)
 
     def pin(self, keys: KeyArray | Sequence[bytes], *, ttl_s: float) -> RemotePin:
         """As `Keyspace.pin`; at most `limits.message_keys_max` keys."""
-        array = naming.check_keys(keys)
+        names = naming.check_keys(keys).tobytes()
         check_seconds(ttl_s, "ttl_s", limits.pin_ttl_s_max)
-        run, until, number, _ = self._at(None)
-        answer = self._store.ask(run, lambda i: m.Pin(i, number, array.tobytes(), float(ttl_s)), until)
-        return RemotePin(self._store, run, answer.number, time.clock_gettime(time.CLOCK_BOOTTIME) + ttl_s)
+        call = self.begin()
+        pin_id = self._ask(call, m.Pin, call.space, names, float(ttl_s)).number
+        return RemotePin(self._store, call.run, pin_id, time.clock_gettime(time.CLOCK_BOOTTIME) + ttl_s)
 
     def release(self, keys: KeyArray | Sequence[bytes]) -> None:
         """Hint: this session is over, evict its blocks first."""
-        array = naming.check_keys(keys)
-        run, until, number, _ = self._at(None)
-        for part in _cut(array, limits.message_keys_max):
-            self._store.ask(run, lambda i, p=part: m.Hint(i, number, p.tobytes()), until)
+        call = self.begin()
+        for part in _cut(naming.check_keys(keys)):
+            self._ask(call, m.Hint, call.space, part.tobytes())
 
 
-def _cut(keys: KeyArray, size: int) -> list[KeyArray]:
-    return [keys[at : at + size] for at in range(0, len(keys), size)]
+class _Terms(NamedTuple):
+    """What a write asks for, as the message has it."""
+
+    durability: str
+    ttl_s: float | None
+    lease: m.LeaseData | None
+
+
+def _cut(keys: KeyArray) -> list[KeyArray]:
+    step = limits.message_keys_max
+    return [keys[at : at + step] for at in range(0, len(keys), step)]
 
 
 def _refuse(report: WriteReport, todo: NDArray[np.bool_], status: WriteStatus, why: str) -> None:

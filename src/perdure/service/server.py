@@ -60,6 +60,10 @@ class _Connection:
         self.birth = time.monotonic()
 
 
+_Work = tuple[_Connection, Any, list[int], float]
+"""Connection, question, its descriptors, and when it came."""
+
+
 class Server:
     """Serves one open store. Binds at once, answers after `start`."""
 
@@ -83,7 +87,7 @@ class Server:
         self._pids: dict[int, _Connection] = {}
         self._peers: dict[bytes, Peer] = {}
         self._busy = 0
-        self._queues: tuple[deque[tuple[Any, ...]], deque[tuple[Any, ...]]] = (deque(), deque())
+        self._queues: tuple[deque[_Work], deque[_Work]] = (deque(), deque())
         self._threads = [
             threading.Thread(target=self._work, name=f"perdure-serve-{number}", daemon=True)
             for number in range(limits.service_threads)
@@ -148,13 +152,21 @@ class Server:
     # --- threads
     def _work(self) -> None:
         while not self._stop.is_set():
-            for fd, events in self._epoll.poll(1.0, 1):
-                if fd == self._listener.fileno():
-                    self._accept()
-                elif fd in self._pids:
-                    self._process_ended(fd)
-                elif fd in self._connections:
-                    self._serve(self._connections[fd], events)
+            for fd, _ in self._epoll.poll(1.0, 1):
+                try:
+                    self._woken_by(fd)
+                except Exception:  # noqa: BLE001 (the other clients are still to be served)
+                    _LOG.exception("a connection could not be served")
+
+    def _woken_by(self, fd: int) -> None:
+        if fd == self._listener.fileno():
+            self._accept()
+            return
+        ended, connection = self._pids.get(fd), self._connections.get(fd)
+        if ended is not None:
+            self._close(ended)
+        elif connection is not None:  # else it was closed by another thread
+            self._serve(connection)
 
     def _beat(self) -> None:
         """Clocks, rings, grants and greetings that never came."""
@@ -195,11 +207,6 @@ class Server:
         with suppress(OSError, ValueError):
             self._epoll.modify(self._listener.fileno(), select.EPOLLIN | select.EPOLLONESHOT)
 
-    def _process_ended(self, fd: int) -> None:
-        connection = self._pids.get(fd)
-        if connection is not None:
-            self._close(connection)
-
     def _close(self, connection: _Connection) -> None:
         with self._lock:
             if connection.closed:
@@ -227,36 +234,27 @@ class Server:
             self._epoll.modify(connection.sock.fileno(), _ONCE)
 
     # --- questions
-    def _serve(self, connection: _Connection, events: int) -> None:
+    def _serve(self, connection: _Connection) -> None:
+        fds: list[int] = []
         try:
             data, fds = sockets.receive(connection.sock, socket.MSG_DONTWAIT)
+            if not data:
+                raise ConnectionResetError
+            question = m.decode_question(data)
+            if connection.peer is not None:
+                self._dispatch(connection, question, fds)
+                return
+            self._greet(connection, question)
+            self._arm(connection)
         except BlockingIOError:
             self._arm(connection)
-            return
-        except (OSError, ProtocolError):
-            self._close(connection)
-            return
-        if not data:
-            for fd in fds:
-                os.close(fd)
-            self._close(connection)
-            return
-        try:
-            question = m.decode_question(data)
-            if connection.peer is None:
-                self._greet(connection, question)
-                self._arm(connection)
-                return
         except PerdureError as error:
             self._send(connection, m.failure(0, error), [])
             self._close(connection)
-            return
-        finally:
-            if connection.peer is None or not isinstance(locals().get("question"), m.Region):
-                for fd in fds:
-                    os.close(fd)
-                fds = []
-        self._dispatch(connection, question, fds)
+        except OSError:
+            self._close(connection)
+        for fd in fds:
+            os.close(fd)
 
     def _greet(self, connection: _Connection, question: Any) -> None:
         if isinstance(question, m.Hello):
@@ -292,7 +290,7 @@ class Server:
         self._send(connection, answer, [])
 
     def _dispatch(self, connection: _Connection, question: Any, fds: list[int]) -> None:
-        work: tuple[Any, ...] = (connection, question, fds, time.monotonic())
+        work: _Work = (connection, question, fds, time.monotonic())
         if not isinstance(question, READING + WRITING):
             self._answer(*work)
             return
@@ -311,27 +309,24 @@ class Server:
                 work = queue.popleft()
 
     def _answer(self, connection: _Connection, question: Any, fds: list[int], since: float) -> None:
+        """Never raises."""
         peer = connection.peer
-        out: list[int] = []
         assert peer is not None
+        out: list[int] = []
         try:
-            answer, out = self._verbs.answer(peer, question, fds, time.monotonic() - since)
-        except PerdureError as error:
-            answer = m.failure(question.id, error)
+            try:
+                answer, out = self._verbs.answer(peer, question, fds)
+            except PerdureError as error:
+                answer = m.failure(question.id, error)
+            if self.metrics is not None:
+                count(self.metrics, peer, question, answer, time.monotonic() - since)
         except Exception as error:  # noqa: BLE001 (a question must not end the service)
             _LOG.exception("a question failed")
             answer = m.failure(question.id, error)
-        finally:
-            for fd in fds:
-                os.close(fd)
-        if self.metrics is not None:
-            count(self.metrics, peer, question, answer, time.monotonic() - since)
-        try:
-            if not (isinstance(question, m.Release) and not question.tell):
-                self._send(connection, answer, out)
-        finally:
-            for fd in out:
-                os.close(fd)
+        if not isinstance(question, m.Release) or question.tell:
+            self._send(connection, answer, out)
+        for fd in (*fds, *out):
+            os.close(fd)
         self._arm(connection)
 
     def _send(self, connection: _Connection, answer: m.Message, fds: list[int]) -> None:

@@ -7,6 +7,7 @@ PerdureError that becomes the answer. Lengths, numbers and ranges of a question 
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -15,15 +16,17 @@ import numpy as np
 from perdure import limits
 from perdure.errors import InvalidArgument, ProtocolError, ServiceBusy
 from perdure.keyspace import Keyspace
-from perdure.reports import ReadReport
+from perdure.reports import ReadReport, WriteStatus
 from perdure.segments.landing import BlockStatus
 from perdure.service import messages as m
 from perdure.service.domains import Domain, Domains
 from perdure.service.peers import Peer, Ring, found_slots
 from perdure.service.regions import LentRegion, Region, register
-from perdure.service.shared import RING_BYTES
+from perdure.service.shared import CHUNKS, RING_BYTES
 from perdure.store import Store
 from perdure.viewing import fetch
+
+_CLIENTS_TOLD_MAX = 200  # so that the answer fits a message
 
 Reply = tuple[m.Message, list[int]]
 
@@ -44,18 +47,19 @@ class Verbs:
             m.ExplainPrefix: self._explain_prefix, m.Sync: self._sync,
         }  # fmt: skip
 
-    def answer(self, peer: Peer, question: Any, fds: list[int], waited_s: float = 0.0) -> Reply:
-        """`waited_s`: how long the question stood in a queue; its budget is shorter by that."""
+    def answer(self, peer: Peer, question: Any, fds: list[int]) -> Reply:
         handler = self._handlers.get(type(question))
         if handler is None:
             raise ProtocolError(f"{type(question).__name__} is no question for a client that has said hello")
         if isinstance(question, m.Region):
             return self._region(peer, question, fds)
         if isinstance(question, m.Fetch | m.Read | m.Write):
-            budget = question.budget_s
-            if budget is not None and not budget >= 0:
-                raise ProtocolError(f"budget_s={budget}: must be 0 or more")
-            return handler(peer, question, None if budget is None else max(0.0, budget - waited_s))
+            left_s = question.until_s - time.monotonic()
+            if not left_s <= limits.deadline_s_max:
+                raise ProtocolError(f"until_s={question.until_s}: no reading of this host's clock")
+            if left_s <= 0:
+                return _too_late(question), []
+            return handler(peer, question, left_s)
         return handler(peer, question)
 
     # --- keyspaces and maps
@@ -72,39 +76,55 @@ class Verbs:
         return m.SpaceOpened(q.id, number, space.digest, space.shared_digest, space.tenant_id, mapped), []
 
     def _attach(self, peer: Peer, q: m.Attach) -> Reply:
+        if len(q.versions) != 2:
+            raise ProtocolError("versions of two tables are needed")
         domain = self._domains.get(peer.space(q.space).tenant_id)
         items: list[tuple[str, int, int, int]] = []
         fds: list[int] = []
-        with domain.lock:
-            if len(q.versions) != 2:
-                raise ProtocolError("versions of two tables are needed")
-            domain.peers.add(peer)
-            if domain not in peer.rings:
-                self._first_maps(peer, domain, items, fds)
-            for name, table, had in (
-                ("presence", domain.presence, q.versions[0]),
-                ("slots", domain.slots, q.versions[1]),
-            ):
-                if table.memory is not None and table.version != had:
-                    items.append((name, table.version, table.memory.nbytes, len(table.index.table.fp)))
-                    fds.append(os.dup(table.memory.fd))
-            known = set(q.chunks)
-            new = [number for number in domain.chunks if number not in known]
-            for number in new[: limits.message_descriptors_max - 4]:
-                chunk = domain.chunks[number]
-                items.append(("chunk", number, chunk.memory.nbytes, chunk.nbytes))
-                fds.append(os.dup(chunk.memory.fd))
-                peer.maps(domain).add(number)
-            live, version = list(domain.chunks), int(domain.words[2])
-        items.insert(0, ("version", version, 0, 0))
-        return m.Attached(q.id, items, live, len(new) > limits.message_descriptors_max - 4), fds
+        try:
+            self._ring(
+                peer, domain
+            )  # before the lock: its memory may have to be taken from the pool, which needs the lock
+            with domain.lock:
+                more = self._collect_maps(peer, domain, q, items, fds)
+        except BaseException:
+            for fd in fds:
+                os.close(fd)
+            raise
+        return m.Attached(q.id, items, list(domain.chunks), more), fds
 
-    def _first_maps(self, peer: Peer, domain: Domain, items: list[tuple[str, int, int, int]], fds: list[int]) -> None:
-        ring = Ring(LentRegion(self._core.pool, "ring", RING_BYTES))
-        peer.rings[domain] = ring
-        page, nbytes = domain.descriptor_of_page()
-        items += [("directory", 0, nbytes, 0), ("ring", 0, RING_BYTES, 0)]
-        fds += [page, os.dup(ring.memory.memory.fd)]
+    def _ring(self, peer: Peer, domain: Domain) -> None:
+        if domain not in peer.rings:
+            ring = Ring(LentRegion(self._core.pool, "ring", RING_BYTES))
+            if peer.rings.setdefault(domain, ring) is not ring:  # another thread of the client was faster
+                ring.memory.close()
+            if peer.ended:
+                ring.memory.close()
+                raise ProtocolError("this client has ended")
+
+    def _collect_maps(
+        self, peer: Peer, domain: Domain, q: m.Attach, items: list[tuple[str, int, int, int]], fds: list[int]
+    ) -> bool:
+        """What the client lacks; whether there is more. With the domain's lock held."""
+        domain.peers.add(peer)
+        items.append(("version", int(domain.words[CHUNKS]), 0, 0))
+        if not any(q.versions):
+            page, nbytes = domain.descriptor_of_page()
+            fds.append(page)
+            fds.append(os.dup(peer.rings[domain].memory.memory.fd))
+            items += [("directory", 0, nbytes, 0), ("ring", 0, RING_BYTES, 0)]
+        for name, table, had in (("presence", domain.presence, q.versions[0]), ("slots", domain.slots, q.versions[1])):
+            if table.memory is not None and table.version != had:
+                items.append((name, table.version, table.memory.nbytes, len(table.index.table.fp)))
+                fds.append(os.dup(table.memory.fd))
+        known, most = set(q.chunks), limits.message_descriptors_max - len(fds)
+        new = [number for number in domain.chunks if number not in known]
+        for number in new[:most]:
+            chunk = domain.chunks[number]
+            items.append(("chunk", number, chunk.memory.nbytes, chunk.nbytes))
+            fds.append(os.dup(chunk.memory.fd))
+            peer.maps(domain).add(number)
+        return len(new) > most
 
     # --- asking
     def _lookup(self, peer: Peer, q: m.Lookup) -> Reply:
@@ -118,7 +138,10 @@ class Verbs:
         return m.Advised(q.id, a.blocks, a.load_s, a.recompute_s, a.reason), []
 
     def _tell_status(self, peer: Peer, q: m.Status) -> Reply:
-        return m.Document(q.id, self._status()), []
+        status = self._status()
+        clients = status["clients"]
+        status["clients"], status["clients_omitted"] = clients[:_CLIENTS_TOLD_MAX], len(clients[_CLIENTS_TOLD_MAX:])
+        return m.Document(q.id, status), []
 
     def _explain(self, peer: Peer, q: m.Explain) -> Reply:
         return m.Document(q.id, self._store.explain(q.key)), []
@@ -134,7 +157,7 @@ class Verbs:
         return m.Answered(q.id, True), []
 
     # --- moving blocks
-    def _fetch(self, peer: Peer, q: m.Fetch, budget_s: float | None) -> Reply:
+    def _fetch(self, peer: Peer, q: m.Fetch, left_s: float) -> Reply:
         space, keys = peer.space(q.space), m.keys_of(q.keys)
         nbytes = len(keys) * space.layout.block_bytes
         if nbytes > fetch_bytes(self._store) and len(keys) > 1:
@@ -146,9 +169,10 @@ class Verbs:
                 f"this client looks at {peer.granted_bytes} bytes of the pool already, half of it at most; "
                 "release views"
             )
-        got = fetch(self._core, space, keys, deadline_s=budget_s)
+        got = fetch(self._core, space, keys, deadline_s=left_s)
         packed = np.full(len(keys), m.NO_SLOT, np.uint64)
-        peer.grant(q.grant, found_slots(got.slots, packed), nbytes, q.view_s)
+        if not peer.grant(q.grant, found_slots(got.slots, packed), nbytes, q.view_s):
+            raise ProtocolError(f"grant {q.grant} is in use")
         self._domains.settle()
         report = got.report
         return m.Fetched(
@@ -158,13 +182,13 @@ class Verbs:
     def _release(self, peer: Peer, q: m.Release) -> Reply:
         return m.Answered(q.id, peer.end_grants(q.grants)), []
 
-    def _read(self, peer: Peer, q: m.Read, budget_s: float | None) -> Reply:
+    def _read(self, peer: Peer, q: m.Read, left_s: float) -> Reply:
         space, keys, region = peer.space(q.space), m.keys_of(q.keys), peer.region(q.region)
         blocks = m.extents_of(q.extents, q.parts, len(keys), space.layout.block_bytes, region.nbytes)
         parts, lease = region.take(blocks, filled=False)
         report: ReadReport | None = None
         try:
-            report = space.read(keys, parts, deadline_s=budget_s, direct=q.direct and lease is None)
+            report = space.read(keys, parts, deadline_s=left_s, direct=q.direct and lease is None)
             found = np.flatnonzero(report.statuses == int(BlockStatus.FOUND)).tolist()
             region.store(blocks, parts, found)
         finally:
@@ -187,13 +211,13 @@ class Verbs:
             peer.late.pop(q.late, None)
         return m.Answered(q.id, settled), []
 
-    def _write(self, peer: Peer, q: m.Write, budget_s: float | None) -> Reply:
+    def _write(self, peer: Peer, q: m.Write, left_s: float) -> Reply:
         space, keys, region = peer.space(q.space), m.keys_of(q.keys), peer.region(q.region)
         blocks = m.extents_of(q.extents, q.parts, len(keys), space.layout.block_bytes, region.nbytes)
         parts, lease = region.take(blocks, filled=True)
         try:
             report = space.write(
-                keys, parts, durability=q.durability, ttl_s=q.ttl_s, deadline_s=budget_s,
+                keys, parts, durability=q.durability, ttl_s=q.ttl_s, deadline_s=left_s,
                 lease=None if q.lease is None else m.lease_of(q.lease),
             )  # fmt: skip
         finally:
@@ -265,3 +289,14 @@ class Verbs:
 def fetch_bytes(store: Store) -> int:
     """What one fetch may bring."""
     return min(limits.fetch_bytes_max, store.core.pool.budget_bytes // 4)
+
+
+def _too_late(question: m.Fetch | m.Read | m.Write) -> m.Message:
+    """The answer to what was read after its deadline: nobody waits for it, and its memory may be in other use."""
+    count = len(m.keys_of(question.keys))
+    if isinstance(question, m.Write):
+        return m.Written(question.id, bytes([WriteStatus.LATE]) * count, 0, 0, {})
+    late = bytes([BlockStatus.LATE]) * count
+    if isinstance(question, m.Read):
+        return m.Delivered(question.id, late, 0, {}, 0)
+    return m.Fetched(question.id, late, np.full(count, m.NO_SLOT, np.uint64).tobytes(), 0, {}, [])
