@@ -22,7 +22,7 @@ from perdure.errors import InvalidArgument, ServiceUnavailable, StoreClosed, Sto
 from perdure.io.shared import SharedMemory, map_fd
 from perdure.limits import MIB
 from perdure.pool.memory import SharedChunk
-from perdure.service import messages, sockets
+from perdure.service import messages, shared, sockets
 from perdure.service.maps import ChunkMap, copy_block
 from perdure.service.server import Server, shared_pool
 from perdure.testing.store import (
@@ -148,6 +148,28 @@ def test_a_slot_that_changes_during_the_copy_is_refused() -> None:
     maps.data = Data()  # type: ignore[assignment]
     assert copy_block(maps, 0, KEY, SPACE, 4096, 0, [memoryview(bytearray(4096))]) == 0
     chunk.close()
+
+
+def test_an_absent_key_is_sure_only_by_the_table_that_was_asked(tmp_path: Path) -> None:
+    """Another thread maps the next table between probe and look at the version: the answer is the old table's."""
+    with serving(tmp_path / "s"), perdure.connect(tmp_path / "s") as client:
+        space = keyspace(client)
+        write(space, chain(space, 1, 2))
+        call = space.begin()
+        maps = client.maps(call.run, space.tenant_id, call.space, call.until)
+        table, version = maps._presence
+
+        class Words:
+            """The directory, in which the next version appears while it is being read."""
+
+            def __getitem__(self, word: int) -> int:
+                if word == shared.EXPIRY_S:
+                    maps._presence = (table, version + 1)
+                return {shared.COMPLETE: 1, shared.EXPIRY_S: 0, shared.PRESENCE: version + 1}[word]
+
+        maps._directory = Words()  # type: ignore[assignment]
+        assert maps.prefix(chain(space, 2, 3)) == (0, False)
+        assert maps.prefix(chain(space, 2, 3)) == (0, True)
 
 
 # --- registered memory

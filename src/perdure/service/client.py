@@ -221,7 +221,7 @@ class RemoteStore:
         return maps
 
     def _attach(self, run: Run, maps: DomainMaps, number: int, deadline: float) -> None:
-        versions, chunks = list(maps.versions), list(maps.chunks)
+        versions, chunks = maps.versions, list(maps.chunks)
         self.transport.ask(run, lambda i: m.Attach(i, number, versions, chunks), deadline, receive=maps.update)
 
     def _retired(self, tenant_id: bytes) -> None:

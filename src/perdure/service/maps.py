@@ -53,9 +53,8 @@ class DomainMaps:
         self._lock = threading.Lock()
         self._directory: shared.Words | None = None
         self._ring: NDArray[np.uint8] | None = None
-        self._presence: Table | None = None
-        self._slots: Table | None = None
-        self.versions = [0, 0]
+        self._presence: tuple[Table | None, int] = (None, 0)  # with its version, replaced as one
+        self._slots: tuple[Table | None, int] = (None, 0)
         self.chunks: dict[int, ChunkMap] = {}
         self._chunks_version = 0
 
@@ -73,9 +72,9 @@ class DomainMaps:
                 elif what == "ring":
                     self._ring = memory
                 elif what == "presence":
-                    self._presence, self.versions[0] = table_over(memory, extra), number
+                    self._presence = (table_over(memory, extra), number)
                 elif what == "slots":
-                    self._slots, self.versions[1] = table_over(memory, extra), number
+                    self._slots = (table_over(memory, extra), number)
                 elif what == "chunk":
                     self.chunks[number] = ChunkMap(memory, extra)
             if not answer.more:
@@ -86,23 +85,28 @@ class DomainMaps:
                     shared.ring_words(self._ring)[shared.SEEN] = version
 
     @property
+    def versions(self) -> list[int]:
+        """Of the presence and the slot table that are mapped."""
+        return [self._presence[1], self._slots[1]]
+
+    @property
     def stale(self) -> bool:
         """Whether the service has newer tables or other chunks than are mapped."""
         words = self._directory
         return words is None or (
-            int(words[shared.PRESENCE]) != self.versions[0]
-            or int(words[shared.SLOTS]) != self.versions[1]
+            int(words[shared.PRESENCE]) != self._presence[1]
+            or int(words[shared.SLOTS]) != self._slots[1]
             or int(words[shared.CHUNKS]) != self._chunks_version
         )
 
     def prefix(self, keys: KeyArray) -> tuple[int, bool]:
         """(leading blocks that are present, whether the next one is surely absent)."""
-        table, words = self._presence, self._directory
+        (table, version), words = self._presence, self._directory
         if table is None or words is None:
             return 0, False
         complete = bool(words[shared.COMPLETE])
         found = leading(table, fingerprints(keys), int(words[shared.EXPIRY_S]))
-        sure = complete and bool(words[shared.COMPLETE]) and int(words[shared.PRESENCE]) == self.versions[0]
+        sure = complete and bool(words[shared.COMPLETE]) and int(words[shared.PRESENCE]) == version
         if self._ring is not None:
             with self._lock:
                 ring = shared.ring_words(self._ring)
@@ -116,7 +120,7 @@ class DomainMaps:
     ) -> NDArray[np.bool_]:
         """Copy what lies in memory; which blocks were delivered. Others' destinations may have been written to."""
         done = np.zeros(len(keys), bool)
-        table, words, chunks = self._slots, self._directory, self.chunks
+        table, words, chunks = self._slots[0], self._directory, self.chunks
         if table is None or words is None or not len(keys):
             return done
         where = locate(table, fingerprints(keys))
