@@ -82,9 +82,8 @@ class Verbs:
         items: list[tuple[str, int, int, int]] = []
         fds: list[int] = []
         try:
-            self._ring(
-                peer, domain
-            )  # before the lock: its memory may have to be taken from the pool, which needs the lock
+            # before the lock: its memory may have to be taken from the pool, which tells the domain
+            self._ring(peer, domain)
             with domain.lock:
                 more = self._collect_maps(peer, domain, q, items, fds)
         except BaseException:
