@@ -531,6 +531,9 @@ def test_a_full_pool_makes_room_for_a_new_client(tmp_path: Path) -> None:
             for number, slot in enumerate(slots):
                 store.core.pool.publish(slot, number.to_bytes(32, "big"))
             assert not store.core.pool._spares
+            now = store.core.pool.stats()
+            rest = now.budget_bytes - now.mapped_bytes - now.lent_bytes - now.stranded_bytes
+            assert store.core.pool.lend(rest)  # to the last byte
             with perdure.connect(tmp_path / "s") as another:
                 assert read(keyspace(another, block_bytes=4 * MIB), keys) == [FOUND]
             stats = store.core.pool.stats()
