@@ -79,9 +79,17 @@ def test_every_scene_plays_and_a_token_that_differs_is_a_failure(
     )
     assert rows["byte flipped"]["prefilled_tokens"] == rows["restored"]["prefilled_tokens"] + BLOCK
     assert outcome["killed_by_signal"] == 9
+    assert outcome["service_killed_by_signal"] == [9, 9]
+    blocks = {name: (row["restored_blocks"], row["from_memory_blocks"]) for name, row in rows.items()}
+    assert blocks["from memory"] == (blocks["restored"][0],) * 2
+    assert blocks["restored"][0] > blocks["fork 1"][0] == blocks["fork 1"][1] > 0
+    assert blocks["restored"][1] == blocks["byte flipped"][1] == 0
+    assert blocks["byte flipped"][0] == blocks["restored"][0] - 1
     with perdure.open(store, read_only=True) as left:
         assert left.status()["tenants"]["demo"]["blocks"] >= outcome["stored"]["stored_blocks"] > TOKENS // BLOCK
         assert left.explain(bytes.fromhex(outcome["flip"]["key"]))["incidents"]
+        assert left.status()["writer"] is None  # the service ended, and sealed
+        assert left.status()["segments"]["open"]["count"] == 0
     report.show(outcome)
     shown = capsys.readouterr().out
     assert "NO   all answers are identical" in shown

@@ -276,3 +276,7 @@ def _status_rows(answer: dict[str, Any]) -> list[tuple[str, str]]:
         rows.append(("presence index", f"{presence['keys']} keys, {_size(presence['bytes'])}"))
     rows += [("incident", f"{one['kind']}: block {one['key'][:16]}…: {one['why']}") for one in answer["incidents"]]
     return rows
+
+
+if __name__ == "__main__":
+    main()
