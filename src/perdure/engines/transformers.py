@@ -71,7 +71,7 @@ def keyspace_for(
     weights: str | None = None,
     codec: str | None = None,
 ) -> Keyspace | RemoteKeyspace:
-    """The keyspace of a loaded model's KV.
+    """The keyspace of a loaded model's KV, in a store of this process or of a service (`perdure.connect`).
 
     model_id: default is the path or name it was loaded from, without directories. weights: digest of the loaded weights
     ("algorithm:value") if the caller knows it; else they are hashed. Raises InvalidArgument for models not supported.
