@@ -88,7 +88,7 @@ def test_every_scene_plays_and_a_token_that_differs_is_a_failure(
     assert outcome["killed_by_signal"] == 9
     assert outcome["service_killed_by_signal"] == [9, 9]
     blocks = {name: (row["restored_blocks"], row["from_memory_blocks"]) for name, row in rows.items()}
-    assert blocks["from memory"] == (blocks["restored"][0],) * 2
+    assert blocks["shared"] == (blocks["restored"][0],) * 2
     assert blocks["restored"][0] > blocks["fork 1"][0] == blocks["fork 1"][1] > 0
     assert blocks["restored"][1] == blocks["byte flipped"][1] == 0
     assert blocks["byte flipped"][0] == blocks["restored"][0] - 1

@@ -112,7 +112,7 @@ def show(outcome: dict[str, Any]) -> None:
     lines = f"""
 stored: {stored["stored_blocks"]} of {stored["present_blocks"]} blocks were new, \
 {stored["stored_bytes"] / 1e6:.0f} MB of KV in {stored["store_s"]:.2f} s
-service: killed with SIGKILL after "from memory" and started again; "restored" is the same process, still connected.
+service: killed with SIGKILL after "shared" and started again; "restored" is the same process, still connected.
 Killed again after the flip, because it had the flipped block in memory: "byte flipped" reads the disk
 flipped: byte {flip["offset"]} of {flip["file"]}: block {flip["position"]}
 perdure explain {outcome["store"]} {flip["key"]}
@@ -141,10 +141,10 @@ def _table(outcome: dict[str, Any]) -> Any:
     table = Table(
         title=f"{outcome['context_tokens']:,} tokens of context, SmolLM2-135M in fp32, "
         f"blocks of {outcome['block_tokens']} tokens",
-        caption="first token: from token ids to the first token of the answer, with the model\n"
-        "loaded and warmed up; cold: the same prompt without a store. Fork 1 includes\n"
-        "the restore that the forks share. read, from: the service's memory, or the disk,\n"
-        "past the page cache where the file system allows it.",
+        caption="first token: from token ids to the first token of the answer, with the\n"
+        "model loaded and warmed up; cold: the same prompt without a store. Fork 1\n"
+        "includes the restore that the forks share. read: from the service's memory,\n"
+        "or from the disk, past the page cache where the file system allows it.",
         caption_justify="left",
         box=box.SIMPLE_HEAD,
         padding=0,

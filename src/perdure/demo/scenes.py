@@ -147,7 +147,7 @@ def _rows(told: dict[str, Any], logits: str) -> list[dict[str, Any]]:
     cold, forked = told["cold"], told["forked"]
     rows = [
         _row("cold", 0, cold, cold, logits),
-        _row("from memory", 0, told["shared"], cold, logits),
+        _row("shared", 0, told["shared"], cold, logits),
         _row("restored", 0, told["restored"], cold, logits),
     ]
     for number, answer in enumerate(forked["answers"]):
