@@ -45,6 +45,10 @@ LAYERS = [
     {  # the store and the parts it is put together from
         "store",
         "session",
+        "session_heads",
+        "session_form",
+        "manifest",
+        "prefetch",
         "core",
         "directory",
         "encoding",

@@ -254,6 +254,7 @@ class Core:
     filled: threading.Event = field(default_factory=threading.Event)  # the presence index knows what the catalog knows
     limbo: deque[tuple[threading.Event, list[Slot]]] = field(default_factory=deque)  # slots the disk may still write to
     index_lost: bool = False  # the block index is being rebuilt in the background
+    sessions: Any = None  # session_heads.Sessions, which is built of this
 
     def __post_init__(self) -> None:
         self.pending = Pending()

@@ -23,7 +23,9 @@ from perdure import limits
 from perdure.catalog.api import SegmentRecord, SegmentState, fingerprints
 from perdure.core import STORE_NAMESPACE, Core
 from perdure.errors import PerdureError
+from perdure.inspect import keyspaces
 from perdure.publishing import flush_pending
+from perdure.session import Scope
 
 _SCAN_KEYS = 8192
 CLOCK_KEY = b"clock"
@@ -61,6 +63,7 @@ class Keeper:
             self.rebuild_error = None if complete else self.last_error
             complete = complete and self.attempt(self.recover)
             complete = self.attempt(self.fill_presence) and complete
+            complete = self.attempt(self.pin_sessions) and complete
             if complete:
                 if not self._stop.is_set():
                     self.ready.set()
@@ -150,6 +153,11 @@ class Keeper:
             core.space.settle(segment, new.allocated_bytes if new is not None else 0)
             core.counters.add(segments_recovered=1)
 
+    def pin_sessions(self) -> None:
+        core = self._core
+        known = keyspaces(core).items()
+        core.sessions.pin_again(Scope(one["tenant"], bytes.fromhex(one["tenant_id"]), digest) for digest, one in known)
+
     def fill_presence(self) -> None:
         """Read the whole catalog once, in key order, with the recency that was kept."""
         core = self._core
@@ -186,7 +194,7 @@ class Keeper:
         core = self._core
         for task in (
             core.reserve_catalog_space, self.save_recency, core.pins.expire, self.seal_idle, self.settle_unsealed,
-            self.sweep,
+            self.sweep, core.sessions.sweep,
         ):  # fmt: skip
             self.attempt(task)
 

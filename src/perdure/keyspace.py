@@ -27,6 +27,7 @@ from perdure.encoding import Encoder
 from perdure.errors import InvalidArgument, ReadOnlyStore
 from perdure.reports import ReadReport, WriteReport
 from perdure.segments.format import record_bytes
+from perdure.session import Scope, SessionVerbs
 from perdure.writing import AdmissionHook, Terms
 
 
@@ -57,7 +58,7 @@ class PinHandle:
         self.release()
 
 
-class Keyspace:
+class Keyspace(SessionVerbs):
     """Made by `Store.keyspace`. `digest`: 32 bytes, the parent of the first block of every chain."""
 
     def __init__(
@@ -235,6 +236,16 @@ class Keyspace:
         check_seconds(ttl_s, "ttl_s", limits.pin_ttl_s_max)
         pin_id = self._core.pins.add(naming.check_keys(keys), ttl_s)
         return PinHandle(self._core, pin_id, self._core.clock.boottime() + ttl_s)
+
+    # --- sessions
+    def session_ask(self, verb: str, fields: dict[str, Any]) -> dict[str, Any]:
+        self._check()
+        self._writable()
+        told: dict[str, Any] = self._core.sessions.ask(Scope(self.tenant, self.tenant_id, self.digest), verb, fields)
+        return told
+
+    def wall(self) -> float:
+        return self._core.clock.wall()
 
     def release(self, keys: KeyArray | Sequence[bytes]) -> None:
         """Hint: this session is over, evict its blocks first (unless someone uses them after all)."""

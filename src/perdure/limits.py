@@ -60,7 +60,7 @@ catalog_reader_threads_max: Final = 1024
 catalog_reader_check_s: Final = 60.0  # a reader killed inside a transaction holds back page reuse until then
 catalog_reserve_bytes_min: Final = 1 * MIB  # disk space each catalog may still grow by when the disk is full
 catalog_reserve_bytes_max: Final = 16 * MIB  # of the block index
-control_map_bytes: Final = 64 * MIB
+control_map_bytes: Final = 1 * GIB  # address space; 100,000 sessions take 100 MB
 control_name_bytes_max: Final = 480  # namespace with document key, or lease scope (an LMDB key ends at 511)
 document_bytes_max: Final = 64 * MIB
 pin_blocks_max: Final = batch_blocks_max
@@ -113,6 +113,14 @@ lease_ttl_s_default: Final = 30.0
 lease_ttl_s_max: Final = 600.0
 pin_ttl_s_max: Final = 7 * 86_400.0
 clock_step_s_max: Final = 60.0
+session_name_bytes_max: Final = 255
+session_head_bytes_max: Final = KIB
+session_ttl_s_default: Final = 7 * 86_400  # idle time after which a session is over
+session_ttl_s_max: Final = 365 * 86_400
+handoff_ttl_s_default: Final = 60
+handoff_ttl_s_max: Final = 3600
+next_use_s_max: Final = 3600.0
+prefetch_batch_bytes: Final = 16 * MIB  # read ahead at a time, behind nobody's back
 
 # --- segments -------------------------------------------------------------------------------------------------
 segments_open_max: Final = 64

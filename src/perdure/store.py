@@ -43,6 +43,7 @@ from perdure.keys import KeyspaceIdentity, KVLayout
 from perdure.keyspace import Keyspace
 from perdure.options import parse_size, refuse_unknown
 from perdure.pool.dram import DramPool
+from perdure.prefetch import Prefetcher
 from perdure.presence import PresenceIndex
 from perdure.publishing import flush_pending
 from perdure.rates import PROBE_PATH, Rates
@@ -54,6 +55,7 @@ from perdure.segments.space import SpaceBudget
 from perdure.segments.store import SegmentStore
 from perdure.segments.table import SegmentTable
 from perdure.segments.writer import SegmentWriter
+from perdure.session_heads import Sessions
 from perdure.writing import AdmissionHook
 
 _CAPACITY_DEFAULT = "20GiB"
@@ -109,6 +111,8 @@ class Store:
                 undo.callback(self._lock.close)
             self._core = self._assemble(identity, capacity, memory_bytes, read_only, mirror, seams, drop_index, undo)
             undo.pop_all()
+        self._prefetcher = Prefetcher(self._core)
+        self._core.sessions = Sessions(self._core, self._check, self._prefetcher)
         self._keeper = Keeper(self._core)
         if not read_only:
             self._keeper.start()
@@ -202,6 +206,7 @@ class Store:
         space = Keyspace(self._core, self._check, tenant, identity, codec or self._codec, self._admission)
         inspect.register(self._core, space)
         self._spaces[space.digest] = space
+        self._prefetcher.know(space)
         return space
 
     def status(self) -> dict[str, Any]:
@@ -246,6 +251,7 @@ class Store:
             return
         self._closed = f"{self.path} was closed; open it again"
         core = self._core
+        self._prefetcher.close()
         core.calls.shutdown(wait=True)
         with contextlib.ExitStack() as steps:  # run in reverse order, each even if another fails
             if self._lock is not None:
