@@ -47,6 +47,7 @@ LAYERS = [
         "session",
         "session_heads",
         "session_form",
+        "session_admin",
         "manifest",
         "prefetch",
         "core",
@@ -64,7 +65,7 @@ LAYERS = [
     },
     {"service", "observe", "engines", "planner"},
     {"testing", "benchmarks", "demo"},
-    {"cli", "cli_service", "__main__"},
+    {"cli", "cli_service", "cli_sessions", "__main__"},
 ]
 FACADE_LAYER_MIN = 4  # what lies below must not import `perdure` itself, which imports the store
 

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from perdure import cli_service
+from perdure import cli_service, cli_sessions
 
 if TYPE_CHECKING:
     from perdure.benchmarks.harness import Report
@@ -185,7 +185,7 @@ def demo(directory: Path, as_json: bool) -> None:
     sys.exit(demonstration.run(directory, json=as_json))
 
 
-for _command in cli_service.COMMANDS:
+for _command in (*cli_service.COMMANDS, cli_sessions.sessions):
     main.add_command(_command)
 
 

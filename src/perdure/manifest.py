@@ -54,6 +54,8 @@ class Manifests:
 
     def extend(self, tenant: str, root: bytes, blocks: int, keys: KeyArray, ttl_s: float) -> bytes:
         """The root of `blocks` blocks and then `keys`. Raises ManifestMissing, ManifestRefused."""
+        if not len(keys):
+            return root
         space = self._space(tenant)
         names = self._names(space, root, blocks)
         whole, rest = divmod(blocks, PAGE_KEYS)

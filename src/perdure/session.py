@@ -21,11 +21,13 @@ import numpy as np
 from perdure import keys as naming
 from perdure import limits
 from perdure.catalog.api import KeyArray, as_keys
+from perdure.errors import CatalogError
 
 ACCEPTED: Final = "accepted"
 CLIPPED: Final = "clipped"
 REJECTED: Final = "rejected"
 MISSING: Final = "missing"
+ONCE: Final = frozenset({"branch", "handoff", "adopt", "release"})  # verbs that answer otherwise the second time
 
 
 class Scope(NamedTuple):
@@ -157,12 +159,18 @@ class SessionVerbs:
                 break
         return coming
 
-    def session(self, name: str, *, create: bool = True, ttl_s: float | None = None) -> Session | None:
-        """The session of this name, opened if there is none; None if there is none and it is not to be opened.
+    def session(self, name: str, *, ttl_s: float | None = None) -> Session:
+        """The session of this name, opened if there is none.
 
         ttl_s: idle time after which it is over (default: a week). Raises InvalidArgument, CatalogError."""
-        told = self.session_ask("open", {"name": name, "create": create, "ttl_s": ttl_s})
-        return self.answer_with_session(told).session
+        answer = self.answer_with_session(self.session_ask("open", {"name": name, "create": True, "ttl_s": ttl_s}))
+        if answer.session is None:
+            raise CatalogError(answer.why)
+        return answer.session
+
+    def find_session(self, name: str) -> Session | None:
+        """The session of this name, or None."""
+        return self.answer_with_session(self.session_ask("open", {"name": name})).session
 
     def adopt(self, token: bytes) -> Answer:
         """Go on with a session that was handed off: `answer.session`. From now on its earlier owner is rejected."""

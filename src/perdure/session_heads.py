@@ -40,7 +40,7 @@ _TOKEN: Final = struct.Struct("<32s16sQ")  # session id, nonce, end of its life 
 _MAC_BYTES: Final = 16
 _ATTEMPTS_MAX: Final = 8
 _TOKENS_MAX: Final = 4  # that are out at one time
-_EVENTS_MAX: Final = 16
+_EVENTS_MAX: Final = 8
 _PAGE_LIVES: Final = 4  # pages are written for so many idle times of their session, and then written again
 _KEYS_PER_ANSWER: Final = limits.message_keys_max
 
@@ -83,14 +83,18 @@ class Sessions:
         except ManifestRefused as error:
             return {"outcome": REJECTED, "why": str(error)}
 
-    def all(self, tenant_id: bytes | None = None) -> list[tuple[bytes, Head]]:
-        """(tenant id ‖ session id, head) of all sessions that are not over."""
+    def all(self, after: bytes = b"", limit: int | None = None) -> list[tuple[bytes, Head]]:
+        """(tenant id ‖ session id, head) of all sessions that are not over; of `limit` of them, after that key."""
         now = self._core.expiry_now()
-        heads = ((name, form.decode_head(raw)) for name, raw in self._core.control.items(NAMESPACE))
-        return [
-            (name, head) for name, head in heads
-            if (tenant_id is None or name.startswith(tenant_id)) and not 0 < head.expires_s <= now
-        ]  # fmt: skip
+        heads: list[tuple[bytes, Head]] = []
+        while True:
+            raws = self._core.control.items(NAMESPACE, after, limit)
+            for after, raw in raws:
+                head = form.decode_head(raw)
+                if not 0 < head.expires_s <= now:
+                    heads.append((after, head))
+            if heads or not raws or limit is None:
+                return heads
 
     # --- verbs
     def _open(self, scope: Scope, f: Fields) -> Fields:

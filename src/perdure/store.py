@@ -27,13 +27,13 @@ from typing import Any
 
 from numpy.typing import ArrayLike
 
-from perdure import directory, inspect, limits
+from perdure import directory, inspect, limits, session_admin
 from perdure.catalog.api import BlockIndex, ControlStore
 from perdure.catalog.lmdb import LmdbIndex
 from perdure.catalog.lmdb_control import LmdbControl
 from perdure.clock import Clock, SteadyWall, SystemClock
 from perdure.core import INDEX_LOST_KEY, STORE_NAMESPACE, Core, Incidents, Pins
-from perdure.errors import CatalogError, InvalidArgument, StoreClosed, StorePathError
+from perdure.errors import CatalogError, InvalidArgument, ReadOnlyStore, StoreClosed, StorePathError
 from perdure.io.aio import default_engine
 from perdure.io.api import Engine, Files
 from perdure.io.files import PosixFiles
@@ -208,6 +208,18 @@ class Store:
         self._spaces[space.digest] = space
         self._prefetcher.know(space)
         return space
+
+    def sessions(self, tenant: str | None = None) -> list[dict[str, Any]]:
+        """All sessions that are not over, of one tenant if named. JSON-able; times in seconds since 1970."""
+        self._check()
+        return session_admin.every(self._core, tenant)
+
+    def session_admin(self, verb: str, fields: dict[str, Any]) -> dict[str, Any]:
+        """What `perdure sessions` asks; see `session_admin.administer`."""
+        self._check()
+        if self._core.read_only and verb not in ("list", "show"):
+            raise ReadOnlyStore(f"{self.path} was opened read-only; open it without read_only=True")
+        return session_admin.administer(self._core, verb, fields)
 
     def status(self) -> dict[str, Any]:
         """What is stored, what it takes, how the store and its host are. JSON-able; sizes in bytes."""

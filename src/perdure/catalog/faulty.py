@@ -129,8 +129,8 @@ class FaultyControl:
     def compare_and_set(self, namespace: str, key: bytes, expected: bytes | None, new: bytes | None) -> bool:
         return _call(self.plan, "compare_and_set", lambda: self.inner.compare_and_set(namespace, key, expected, new))
 
-    def items(self, namespace: str) -> list[tuple[bytes, bytes]]:
-        return self.inner.items(namespace)
+    def items(self, namespace: str, after: bytes = b"", limit: int | None = None) -> list[tuple[bytes, bytes]]:
+        return self.inner.items(namespace, after, limit)
 
     def put_segment(self, record: SegmentRecord) -> None:
         _call(self.plan, "put_segment", lambda: self.inner.put_segment(record))

@@ -67,15 +67,16 @@ class LmdbControl:
 
         return self._connection.write("setting a document", self._documents, change)
 
-    def items(self, namespace: str) -> list[tuple[bytes, bytes]]:
+    def items(self, namespace: str, after: bytes = b"", limit: int | None = None) -> list[tuple[bytes, bytes]]:
         prefix = codec.document_prefix(namespace)
+        first = prefix + after + b"\0" if after else prefix  # no key lies between a key and itself with a zero
 
         def collect(txn: Transaction) -> list[tuple[bytes, bytes]]:
             found: list[tuple[bytes, bytes]] = []
             cursor = txn.cursor()
-            if cursor.set_range(prefix):
+            if cursor.set_range(first):
                 for name, value in cursor.iternext():
-                    if not name.startswith(prefix):
+                    if not name.startswith(prefix) or len(found) == limit:
                         break
                     found.append((name[len(prefix) :], value))
             return found

@@ -232,10 +232,11 @@ class MemoryControl:
                 self._documents[namespace, key] = bytes(new)
             return True
 
-    def items(self, namespace: str) -> list[tuple[bytes, bytes]]:
+    def items(self, namespace: str, after: bytes = b"", limit: int | None = None) -> list[tuple[bytes, bytes]]:
         codec.document_prefix(namespace)
         with self._shared:
-            return sorted((key, value) for (space, key), value in self._documents.items() if space == namespace)
+            found = sorted((key, value) for (space, key), value in self._documents.items() if space == namespace)
+        return [one for one in found if not after or one[0] > after][:limit]
 
     def put_segment(self, record: SegmentRecord) -> None:
         codec.check_segment(record)

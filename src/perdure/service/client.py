@@ -153,6 +153,21 @@ class RemoteStore:
         """Of the service: its clients, its memory, and under "store" the store's own status."""
         return self._document(m.Status)
 
+    def sessions(self, tenant: str | None = None) -> list[dict[str, Any]]:
+        """As `Store.sessions`."""
+        found: list[dict[str, Any]] = []
+        after = b""
+        while True:
+            told = self.session_admin("list", {"tenant": tenant, "after": after})
+            found += told["sessions"]
+            after = told["after"]
+            if not after:
+                return found
+
+    def session_admin(self, verb: str, fields: dict[str, Any]) -> dict[str, Any]:
+        """As `Store.session_admin`."""
+        return self._document(lambda i: m.SessionAsk(i, -1, verb, fields))
+
     def explain(self, key: bytes) -> dict[str, Any]:
         return self._document(lambda i: m.Explain(i, key))
 

@@ -209,6 +209,14 @@ class ExplainPrefix(Message):
     tokens: bytes  # u32 each
 
 
+class SessionAsk(Message):
+    """A verb of `session_heads.Sessions`; without a keyspace (-1) one of `session_admin`. Answered by a Document."""
+
+    space: int
+    verb: str
+    fields: dict[str, Any]
+
+
 class Sync(Message):
     pass
 
@@ -327,6 +335,7 @@ class Retired(Message):
 Question = (
     Hello | Join | OpenSpace | Attach | Lookup | Present | Fetch | Release | Read | Settled | Region | Unregister
     | Write | Get | Put | Reserve | EndLease | Pin | Unpin | Hint | Advise | Status | Explain | ExplainPrefix | Sync
+    | SessionAsk
 )  # fmt: skip
 Answer = (
     Welcome | Joined | SpaceOpened | Attached | Count | Mask | Fetched | Delivered | Sent | Written | Made | Leased

@@ -27,6 +27,7 @@ from perdure.service.client import Region, RemoteStore
 from perdure.service.remote_reads import GRACE_S, Call, Extents, RemoteReads
 from perdure.service.staging import STAGED_BYTES
 from perdure.service.transport import Late, Run
+from perdure.session import ONCE, SessionVerbs
 
 T = TypeVar("T")
 _CALL_THREADS = 4
@@ -55,7 +56,7 @@ class RemotePin:
         self.release()
 
 
-class RemoteKeyspace(RemoteReads):
+class RemoteKeyspace(RemoteReads, SessionVerbs):
     """Made by `RemoteStore.keyspace`."""
 
     _calls: ThreadPoolExecutor | None = None
@@ -247,6 +248,15 @@ class RemoteKeyspace(RemoteReads):
         call = self.begin()
         pin_id = self._ask_of(call, m.Pin, names, float(ttl_s)).number
         return RemotePin(self._store, call.run, pin_id, time.clock_gettime(time.CLOCK_BOOTTIME) + ttl_s)
+
+    def session_ask(self, verb: str, fields: dict[str, Any]) -> dict[str, Any]:
+        """Raises ServiceUnavailable; then it is not known whether it was done."""
+        if verb in ONCE:
+            told = self._ask_of(self.begin(), m.SessionAsk, verb, fields)
+        else:
+            told = self._question(m.SessionAsk, verb, fields)
+        content: dict[str, Any] = told.content
+        return content
 
     def release(self, keys: KeyArray | Sequence[bytes]) -> None:
         """Hint: this session is over, evict its blocks first."""

@@ -31,7 +31,7 @@ _CLIENTS_TOLD_MAX = 200  # so that the answer fits a message
 Reply = tuple[m.Message, list[int]]
 
 READING = (m.Fetch, m.Read, m.Explain, m.ExplainPrefix, m.Settled)
-WRITING = (m.Write, m.Sync, m.Reserve, m.EndLease, m.Pin, m.Unpin, m.OpenSpace, m.Region)
+WRITING = (m.Write, m.Sync, m.Reserve, m.EndLease, m.Pin, m.Unpin, m.OpenSpace, m.Region, m.SessionAsk)
 """Questions that may wait for the disk; all others are answered at once."""
 
 
@@ -44,7 +44,7 @@ class Verbs:
             m.Region: self._region, m.Unregister: self._unregister, m.Write: self._write, m.Reserve: self._reserve,
             m.EndLease: self._end_lease, m.Pin: self._pin, m.Unpin: self._unpin, m.Hint: self._hint,
             m.Advise: self._advise, m.Status: self._tell_status, m.Explain: self._explain,
-            m.ExplainPrefix: self._explain_prefix, m.Sync: self._sync,
+            m.ExplainPrefix: self._explain_prefix, m.Sync: self._sync, m.SessionAsk: self._session,
         }  # fmt: skip
 
     def answer(self, peer: Peer, question: Any, fds: list[int]) -> Reply:
@@ -150,6 +150,11 @@ class Verbs:
             raise ProtocolError("tokens are 4 bytes each")
         answer = self._store.explain_prefix(peer.space(q.space), np.frombuffer(q.tokens, "<u4"))
         return m.Document(q.id, answer), []
+
+    def _session(self, peer: Peer, q: m.SessionAsk) -> Reply:
+        if q.space < 0:
+            return m.Document(q.id, self._store.session_admin(q.verb, q.fields)), []
+        return m.Document(q.id, peer.space(q.space).session_ask(q.verb, q.fields)), []
 
     def _sync(self, peer: Peer, q: m.Sync) -> Reply:
         self._store.sync()

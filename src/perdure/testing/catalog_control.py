@@ -89,6 +89,10 @@ class ControlStoreConformance:
         assert control.items("ab") == [(b"c", b"\1")]
         assert control.items("ä") == [(b"\xff", b"\6")]
         assert control.items("b") == []
+        assert control.items("a", b"\0bc") == [(b"bc", b"\0")]
+        assert control.items("a", b"\0b", 1) == [(b"\0bc", b"\4")]
+        assert control.items("a", b"", 2) == [(b"", b"\3"), (b"\0bc", b"\4")]
+        assert control.items("a", b"bc") == []
 
     @pytest.mark.parametrize(("namespace", "key"), [("", b"k"), ("n", TOO_LONG), ("n" * 1000, b"")])
     def test_names_are_bounded(self, control: ControlStore, namespace: str, key: bytes) -> None:
