@@ -374,7 +374,7 @@ def test_too_many_transfers_are_late_not_queued_for_ever(tmp_path: Path) -> None
         write(space, keys)
         assert server.node is not None
         for _ in range(limits.transfers_inflight_max):
-            assert server.node._turns.acquire(blocking=False)
+            assert server.node._turns.acquire(b"", writing=False, timeout_s=0.0)
         assert read(space, keys, deadline_s=0.2) == [LATE] * 2
         assert space.write(more, blocks_of(more), deadline_s=0.2).stored == 0
         assert space.lookup(keys) == 2, "questions go on"

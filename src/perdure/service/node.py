@@ -28,6 +28,7 @@ from perdure.service.outgoing import Lot, gather
 from perdure.service.peers import Peer
 from perdure.service.sockets import is_loopback
 from perdure.service.streams import Stream
+from perdure.service.turns import Places
 
 if TYPE_CHECKING:
     from perdure.service.server import Server
@@ -57,7 +58,7 @@ class Node:
             ) from error
         self.address: tuple[str, int] = self._listener.getsockname()[:2]
         self._lock = threading.Lock()
-        self._turns = threading.BoundedSemaphore(limits.transfers_inflight_max)
+        self._turns = Places(limits.transfers_inflight_max)
         self._streams: dict[Any, threading.Thread] = {}  # socket or stream -> its thread
         self._stopping = False
         self._thread = threading.Thread(target=self._accept, name="perdure-node", daemon=True)
@@ -196,7 +197,7 @@ class Node:
         for first in range(0, max(1, len(keys)), step):
             part = keys[first : first + step]
             last = first + step >= len(keys)
-            if not self._turns.acquire(timeout=max(0.0, until - time.monotonic())):
+            if not self._turns.acquire(space.tenant_id, writing=False, timeout_s=until - time.monotonic()):
                 late = bytes([BlockStatus.LATE]) * (len(keys) - first)
                 stream.send(m.encode(m.Sent(q.id, late, b"", b"", 0, {}, True)), until=until + limits.stall_s)
                 total.statuses += late
@@ -227,7 +228,7 @@ class Node:
         except PerdureError:
             stream.skip(payload, receive_by)
             raise
-        if not self._turns.acquire(timeout=max(0.0, until - time.monotonic())):
+        if not self._turns.acquire(space.tenant_id, writing=True, timeout_s=until - time.monotonic()):
             stream.skip(payload, receive_by)
             return m.Written(q.id, bytes([WriteStatus.LATE]) * len(keys), 0, 0, {})
         lease = self._server.core.scratch.take(payload)

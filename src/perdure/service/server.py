@@ -3,8 +3,8 @@
 Contract
 - All threads wait on one epoll set; the one that is woken reads, does and answers itself. A connection is armed again
   after its answer, so it has one question at a time; who does not take answers is cut off.
-- Questions that may wait for the disk take at most `limits.service_data_threads_max` threads. The others queue, reads
-  before writes, at most one per connection: a writer is not read from while its question waits (back-pressure).
+- Questions that may wait for the disk take at most `limits.service_data_threads_max` threads. The others queue by
+  `turns`, at most one per connection: a writer is not read from while its question waits (back-pressure).
 - A client ends with the connection of its hello, or with its process (pidfd), also where a child keeps the socket.
 - A message that is not the protocol ends its connection. Nothing a client sends ends the service.
 """
@@ -17,7 +17,6 @@ import select
 import socket
 import threading
 import time
-from collections import deque
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -38,6 +37,7 @@ from perdure.service.node import Node
 from perdure.service.peers import Peer
 from perdure.service.sockets import address_text
 from perdure.service.streams import TlsFiles
+from perdure.service.turns import Turns
 from perdure.service.verbs import READING, WRITING, Verbs, fetch_bytes
 from perdure.store import Store
 from perdure.viewing import leave_limbo
@@ -104,7 +104,7 @@ class Server:
         self._pids: dict[int, _Connection] = {}
         self._peers: dict[bytes, Peer] = {}
         self._busy = 0
-        self._queues: tuple[deque[_Work], deque[_Work]] = (deque(), deque())
+        self._waiting: Turns[_Work] = Turns()
         self._threads = [
             threading.Thread(target=self._work, name=f"perdure-serve-{number}", daemon=True)
             for number in range(limits.service_threads)
@@ -162,7 +162,7 @@ class Server:
             "listen": "" if self.node is None else address_text(*self.node.address),
             "clients": clients,
             "connections": self._open(),
-            "queue": len(self._queues[0]) + len(self._queues[1]),
+            "queue": len(self._waiting),
             "memory": {
                 "budget_bytes": memory.budget_bytes, "mapped_bytes": memory.mapped_bytes, "bytes": memory.bytes,
                 "staging_bytes": memory.lent_bytes, "stranded_bytes": memory.stranded_bytes, "pinned": memory.pinned,
@@ -355,17 +355,17 @@ class Server:
             return
         with self._lock:
             if self._busy >= limits.service_data_threads_max:
-                self._queues[isinstance(question, WRITING)].append(work)
+                self._waiting.put(_tenant_of(connection.peer, question), isinstance(question, WRITING), work)
                 return
             self._busy += 1
         while True:
             self._answer(*work)
             with self._lock:
-                queue = next((one for one in self._queues if one), None)
-                if queue is None:
+                following = self._waiting.take()
+                if following is None:
                     self._busy -= 1
                     return
-                work = queue.popleft()
+                work = following
 
     def _answer(self, connection: _Connection, question: Any, fds: list[int], since: float) -> None:
         """Never raises."""
@@ -400,6 +400,13 @@ class Server:
             sockets.send(connection.sock, data, fds, socket.MSG_DONTWAIT)
         except OSError:  # it does not take its answers, or is gone
             self._close(connection)
+
+
+def _tenant_of(peer: Peer | None, question: Any) -> bytes:
+    """Whose turn a question takes; of what names no keyspace, the client's own."""
+    assert peer is not None
+    number = getattr(question, "space", -1)
+    return peer.spaces[number].tenant_id if 0 <= number < len(peer.spaces) else peer.token
 
 
 _READ_NAMES = tuple(status.name.lower() for status in BlockStatus)
