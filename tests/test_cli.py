@@ -1,9 +1,12 @@
-"""The command: what `explain` says with and without a service."""
+"""The command: how it is started, and what `explain` says with and without a service."""
 
 from __future__ import annotations
 
 import json
+import os
 import socket
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +17,17 @@ import perdure
 from perdure.cli import main
 from perdure.service import sockets
 from perdure.testing.store import STORED, chain, keyspace, write
+
+
+def test_python_m_perdure_is_the_command() -> None:
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    command = [sys.executable, "-m", "perdure"]
+    shown = subprocess.run([*command, "--help"], env=environment, capture_output=True, text=True, check=True)
+    assert shown.stdout.startswith("Usage: perdure [OPTIONS]")
+    assert all(f"\n  {name} " in shown.stdout for name in main.commands)
+    wrong = subprocess.run([*command, "statsu"], env=environment, capture_output=True, text=True, check=False)
+    assert wrong.returncode == 2
+    assert "did you mean 'status'" in wrong.stderr
 
 
 def explained(directory: Path, key: bytes) -> dict[str, Any]:
