@@ -254,7 +254,8 @@ def connect(address: str | os.PathLike[str], **options: Any) -> RemoteStore:
     address: the store's directory, the path of the service's socket, or "unix:///path". wait_s: how long to wait for a
     service that is not up yet (0). name: shown by `perdure top` (default: the program's).
 
-    Raises ServiceUnavailable, InvalidArgument, UnknownOption, ProtocolError (another version).
+    Raises ServiceUnavailable, ServiceBusy (it has --clients-max already), InvalidArgument, UnknownOption,
+    ProtocolError (another version).
     """
     import sys
 

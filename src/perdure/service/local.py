@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from perdure import limits
-from perdure.errors import ProtocolError, ServiceUnavailable, StoreClosed
+from perdure.errors import ProtocolError, ServiceBusy, ServiceUnavailable, StoreClosed
 from perdure.io.shared import closing
 from perdure.service import messages as m
 from perdure.service import sockets
@@ -55,12 +55,14 @@ class LocalTransport:
         self._connecting = threading.Lock()
         self._closed: str | None = None
         self._run: Run | None = None
+        self._welcomed = False
         self.run(time.monotonic() + wait_s)
         _transports.add(self)
 
     # --- runs
     def run(self, deadline: float) -> Run:
-        """The run that is up, connected to if need be. Raises ServiceUnavailable, StoreClosed."""
+        """The run that is up, connected to if need be. Raises ServiceUnavailable, StoreClosed; the first time, what the
+        service refused us for."""
         while True:
             if self._closed is not None:
                 raise StoreClosed(self._closed)
@@ -72,6 +74,11 @@ class LocalTransport:
             try:
                 if self._run is run:
                     self._run = self._connect(deadline)
+                    self._welcomed = True
+            except ServiceBusy as error:  # of a call it is that the service is not there; of `connect`, that it is full
+                if self._welcomed:
+                    raise ServiceUnavailable(str(error)) from error
+                raise
             finally:
                 self._connecting.release()
 
@@ -86,8 +93,9 @@ class LocalTransport:
                     raise
                 time.sleep(limits.reconnect_wait_s)
         try:
-            sockets.send(sock, m.encode(m.Hello(0, limits.wire_version, self._name)), [])
-            answer = self._receive(sock, 0, max(deadline, time.monotonic() + limits.reconnect_wait_s), [])
+            answer = self._greet(sock, max(deadline, time.monotonic() + limits.reconnect_wait_s))
+            if isinstance(answer, m.Failed):
+                m.raise_failure(answer)
             if not isinstance(answer, m.Welcome):
                 raise ProtocolError(f"{self.path}: the service did not welcome us ({type(answer).__name__})")
         except OSError as error:
@@ -102,6 +110,15 @@ class LocalTransport:
         run = Run(sock, answer)
         threading.Thread(target=_listen, args=(weakref.ref(self), run), name="perdure-client", daemon=True).start()
         return run
+
+    def _greet(self, sock: socket.socket, deadline: float) -> Any:
+        """The answer to our hello, also of a service without room, which answers unasked and closes: the first look at
+        the socket then says only that it was closed."""
+        with suppress(BrokenPipeError, ConnectionResetError):
+            sockets.send(sock, m.encode(m.Hello(0, limits.wire_version, self._name)), [])
+        with suppress(ConnectionResetError):
+            return self._receive(sock, 0, deadline, [])
+        return self._receive(sock, 0, deadline, [])
 
     # --- calls
     def ask(

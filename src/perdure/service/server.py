@@ -11,6 +11,7 @@ Contract
 
 from __future__ import annotations
 
+import errno
 import logging
 import os
 import select
@@ -40,6 +41,7 @@ from perdure.store import Store
 from perdure.viewing import leave_limbo
 
 _LOG = logging.getLogger("perdure.service")
+_EXHAUSTED = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)  # descriptors or kernel memory
 _ONCE = select.EPOLLIN | select.EPOLLRDHUP | select.EPOLLONESHOT
 
 
@@ -193,7 +195,12 @@ class Server:
     # --- connections
     def _accept(self) -> None:
         with suppress(OSError):
-            sock, _ = self._listener.accept()
+            try:
+                sock, _ = self._listener.accept()
+            except OSError as error:
+                if error.errno in _EXHAUSTED:  # who waits is taken when some are free again; meanwhile no spinning
+                    self._stop.wait(limits.beat_s)
+                raise
             if len(self._connections) >= self._clients_max:
                 busy = ServiceBusy(f"{self._clients_max} connections are open; raise --clients-max")
                 with suppress(OSError):
@@ -267,6 +274,10 @@ class Server:
             peer = Peer(self._core, self.domains, pid, question.name[:64])
             peer.notify = lambda data: sockets.send(connection.sock, data, [], socket.MSG_DONTWAIT)
             with self._lock:
+                if connection.closed:  # it was too slow; nobody would end what begins here
+                    if pidfd >= 0:
+                        os.close(pidfd)
+                    raise ProtocolError("the greeting came too late")
                 connection.peer, connection.main, connection.pidfd = peer, True, pidfd
                 self._peers[peer.token] = peer
                 if pidfd >= 0:
