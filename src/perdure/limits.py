@@ -117,6 +117,7 @@ clock_step_s_max: Final = 60.0
 # --- segments -------------------------------------------------------------------------------------------------
 segments_open_max: Final = 64
 segment_idle_seal_s: Final = 300.0
+kept_back_ratio: Final = 0.01  # of the capacity, and one segment at least: room to seal, copy forward and delete in
 segments_per_capacity_min: Final = 16  # a small store gets small segments, so that reclaim has a choice
 
 # --- health ---------------------------------------------------------------------------------------------------

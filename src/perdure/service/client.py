@@ -287,7 +287,8 @@ def connect(address: str | os.PathLike[str], **options: Any) -> RemoteStore:
     long to wait for a service that is not up yet (0). name: shown by `perdure top` (default: the program's). tls_cert,
     tls_key, tls_ca: PEM files for "tcp://"; needed unless the host is this one.
 
-    Raises ServiceUnavailable, InvalidArgument, UnknownOption, ConfigError, ProtocolError (another version).
+    Raises ServiceUnavailable, ServiceBusy (it has --clients-max already), InvalidArgument, UnknownOption, ConfigError,
+    ProtocolError (another version).
     """
     import sys
 

@@ -88,7 +88,7 @@ class RemoteKeyspace(RemoteReads):
                 found += more
                 if more < len(part):
                     break
-        except (ServiceUnavailable, Late):
+        except (ServiceUnavailable, ServiceBusy, Late):
             pass  # what was found can be asked for; `read` has the last word
         return found
 

@@ -11,6 +11,7 @@ Contract
 
 from __future__ import annotations
 
+import errno
 import logging
 import os
 import select
@@ -43,6 +44,7 @@ from perdure.store import Store
 from perdure.viewing import leave_limbo
 
 _LOG = logging.getLogger("perdure.service")
+_EXHAUSTED = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)  # descriptors or kernel memory
 _ONCE = select.EPOLLIN | select.EPOLLRDHUP | select.EPOLLONESHOT
 
 
@@ -221,7 +223,12 @@ class Server:
 
     def _accept(self) -> None:
         with suppress(OSError):
-            sock, _ = self._listener.accept()
+            try:
+                sock, _ = self._listener.accept()
+            except OSError as error:
+                if error.errno in _EXHAUSTED:  # who waits is taken when some are free again; meanwhile no spinning
+                    self._stop.wait(limits.beat_s)
+                raise
             if not self.room():
                 busy = ServiceBusy(f"{self._clients_max} connections are open; raise --clients-max")
                 with suppress(OSError):
