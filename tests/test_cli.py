@@ -10,10 +10,12 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import pytest
 from click.testing import CliRunner
 from support.served import serving
 
 import perdure
+from perdure import limits
 from perdure.cli import main
 from perdure.service import sockets
 from perdure.testing.store import STORED, chain, keyspace, write
@@ -72,7 +74,9 @@ def test_explain_asks_the_service_that_runs(tmp_path: Path) -> None:
         assert "in memory" not in CliRunner().invoke(main, ["explain", str(path), key.hex()]).output
 
 
-def test_explain_looks_by_itself_where_no_service_answers(tmp_path: Path) -> None:
+def test_explain_looks_by_itself_where_no_service_answers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(limits, "hello_wait_s", 0.1)
+    monkeypatch.setattr(limits, "reconnect_s_default", 0.1)
     with perdure.open(tmp_path, capacity="64MiB") as store:
         space = keyspace(store)
         keys = chain(space, 1, 1)

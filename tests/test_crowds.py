@@ -39,6 +39,7 @@ from perdure.service import messages as m
 from perdure.service import process, regions, sockets
 from perdure.service.server import Server, shared_pool
 from perdure.service.settings import load
+from perdure.service.verbs import Verbs
 from perdure.testing.store import FOUND, STORED, blocks_of, chain, keyspace, read, write
 
 PATIENCE_S = 60.0
@@ -248,7 +249,9 @@ def fetching(space: Any, key: Any, view_s: float) -> m.Fetched:
     """One block granted, and never given back."""
     call = space.begin()
     grant = space._store.grant_number()
-    answer = space._ask(call, m.Fetch, call.space, key.tobytes(), call.until, grant, view_s)
+    answer = space._store.ask(
+        call.run, lambda number: m.Fetch(number, call.space, key.tobytes(), call.until, grant, view_s), call.until
+    )
     assert isinstance(answer, m.Fetched)
     return answer
 
@@ -257,8 +260,8 @@ def fetching(space: Any, key: Any, view_s: float) -> m.Fetched:
 def test_views_never_given_back_stop_at_half_the_pool(tmp_path: Path, threads: int) -> None:
     """Also when they are asked for side by side; another client's blocks find room; the end frees all."""
     block, pool = MIB, 64 * MIB
-    with serving(tmp_path / "s", memory=pool) as (store, _), perdure.connect(tmp_path / "s") as other:
-        client = perdure.connect(tmp_path / "s")
+    path = tmp_path / "s"
+    with serving(path, memory=pool) as (store, _), perdure.connect(path) as other, perdure.connect(path) as client:
         space = keyspace(client, block_bytes=block)
         keys = chain(space, 1, 48)
         assert write(space, keys) == [STORED] * 48
@@ -431,18 +434,20 @@ def test_what_a_client_asks_for_after_its_end_is_not_kept(tmp_path: Path) -> Non
         space = keyspace(client)
         write(space, chain(space, 1, 2))
         assert read(space, chain(space, 1, 2)) == [FOUND] * 2
+        names = chain(space, 1, 2).tobytes()
         (peer,) = server._peers.values()
         client.close()
         until(lambda: peer.ended and not server._peers)
         lent = store.core.pool.stats().lent_bytes
+        verbs = Verbs(store, server.domains, server.status)
         for question in (m.Attach(1, 0, [0, 0], []), m.Attach(1, 0, [1, 1], []), m.Region(2, "landing", 8192)):
             with contextlib.suppress(PerdureError):
-                _, fds = server._verbs.answer(peer, question, [])
+                _, fds = verbs.answer(peer, question, [])
                 for fd in fds:
                     os.close(fd)
                 assert not isinstance(question, m.Attach)
         with pytest.raises(ProtocolError):
-            server._verbs.answer(peer, m.Fetch(3, 0, chain(space, 1, 2).tobytes(), time.monotonic() + 60, 9, 60.0), [])
+            verbs.answer(peer, m.Fetch(3, 0, names, time.monotonic() + 60, 9, 60.0), [])
         assert store.core.pool.stats().lent_bytes == lent
         assert store.core.pool.stats().pinned == 0
         assert all(peer not in domain.peers for domain in server.domains.all())
