@@ -96,14 +96,17 @@ QUICK = Plan((512 * KIB, 8 * MIB), (1, 16), 32 * MIB, 5)
 
 
 class Worker:
-    """One system in its own process. It only runs while it answers."""
+    """One system in its own process. It only runs while it answers, unless `pause` is off. `own`: it imports the
+    perdure that this process runs, whatever is installed."""
 
-    def __init__(self, key: str, command: Sequence[str]):
+    def __init__(self, key: str, command: Sequence[str], *, pause: bool = True, own: bool = False):
         self.key = key
         self.name = key
+        self._pause = pause
         self._log = tempfile.TemporaryFile("w+", errors="replace")  # noqa: SIM115 - closed in `end`
+        environment = _environment() | ({"PYTHONPATH": str(HERE.parents[1])} if own else {})
         self._process = subprocess.Popen(
-            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self._log, text=True, env=_environment()
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self._log, text=True, env=environment
         )
 
     def ask(self, verb: str, **arguments: object) -> dict[str, Any]:
@@ -126,7 +129,8 @@ class Worker:
         answer: dict[str, Any] = json.loads(line)
         if "error" in answer:
             raise PeerFailed(f"{self.key}: {answer['error']}")
-        self._process.send_signal(signal.SIGSTOP)
+        if self._pause:
+            self._process.send_signal(signal.SIGSTOP)
         return answer
 
     def _last_words(self) -> str:
@@ -152,29 +156,29 @@ def _environment() -> dict[str, str]:
 
 def install_lmcache(cache_dir: Path) -> Path:
     """The Python of LMCache's environment under `cache_dir`, made if it is not there; raises PeerFailed."""
-    home = cache_dir / f"lmcache-{LMCACHE}"
+    steps = ([TORCH], LMCACHE_NEEDS, ["--no-deps", f"lmcache=={LMCACHE}"])
+    return install(cache_dir, f"lmcache-{LMCACHE}", f"LMCache {LMCACHE}", steps)
+
+
+def install(cache_dir: Path, folder: str, what: str, steps: Sequence[Sequence[str]]) -> Path:
+    """The Python of an environment for a peer with wheels for CPython 3.11, made with one pip install per step."""
+    home = (cache_dir / folder).absolute()
     python = home / "bin" / "python"
     if (home / "complete").exists():
         return python
     maker = sys.executable if sys.version_info[:2] == (3, 11) else shutil.which("python3.11")
     if maker is None:
-        raise PeerFailed(f"LMCache {LMCACHE} has a wheel for CPython 3.11 only, and there is no python3.11 here")
+        raise PeerFailed(f"{what} is installed for CPython 3.11 only, and there is no python3.11 here")
     cache_dir.mkdir(parents=True, exist_ok=True)
     pip = [str(python), "-m", "pip", "install", "--quiet"]
-    steps = (
-        [maker, "-m", "venv", "--clear", str(home)],
-        [*pip, TORCH],
-        [*pip, *LMCACHE_NEEDS],
-        [*pip, "--no-deps", f"lmcache=={LMCACHE}"],
-    )
-    for step in steps:
+    for step in ([maker, "-m", "venv", "--clear", str(home)], *([*pip, *step] for step in steps)):
         try:
             done = subprocess.run(step, capture_output=True, text=True, timeout=INSTALL_TIMEOUT_S, env=_environment())
         except (OSError, subprocess.TimeoutExpired) as error:
-            raise PeerFailed(f"installing LMCache {LMCACHE}: {error}") from error
+            raise PeerFailed(f"installing {what}: {error}") from error
         if done.returncode:
             lines = [line for line in done.stderr.splitlines() if line.startswith("ERROR")] or done.stderr.splitlines()
-            raise PeerFailed(f"installing LMCache {LMCACHE}: {lines[-1] if lines else 'pip failed'}")
+            raise PeerFailed(f"installing {what}: {lines[-1] if lines else 'pip failed'}")
     (home / "complete").touch()
     return python
 
