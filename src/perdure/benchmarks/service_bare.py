@@ -67,7 +67,7 @@ def run_server(memory_fd: int, block_bytes: int) -> None:
         while connection.recv_into(head, COUNT.size, socket.MSG_WAITALL):
             (count,) = COUNT.unpack(head)
             wanted = numbers[:count]
-            receive(connection, memoryview(wanted).cast("B"))
+            receive(connection, wanted.data.cast("B"))
             send(connection, [blocks[number] for number in wanted.tolist()])
 
 
@@ -84,7 +84,8 @@ class BareSocket:
         os.truncate(fd, SLOTS * block_bytes)
         self._memory = np.frombuffer(mmap.mmap(fd, SLOTS * block_bytes), np.uint8).reshape(SLOTS, block_bytes)
         command = [sys.executable, str(Path(__file__)), "server", str(fd), str(block_bytes)]
-        self._server = subprocess.Popen(command, pass_fds=[fd], stdout=subprocess.PIPE, text=True)
+        end = peer_protocol.end_with_parent
+        self._server = subprocess.Popen(command, pass_fds=[fd], stdout=subprocess.PIPE, text=True, preexec_fn=end)
         os.close(fd)
         assert self._server.stdout is not None
         self._connection = socket.create_connection(("127.0.0.1", int(self._server.stdout.readline())), timeout=20)

@@ -67,7 +67,8 @@ class LMCacheServer:
         self.close()
         port = free_port()
         command = [sys.executable, "-m", "lmcache.v1.server", HOST, str(port), "cpu"]
-        self._server = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=2)
+        end = peer_protocol.end_with_parent
+        self._server = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=2, preexec_fn=end)
         wait_for(port, self._server)
         torch = importlib.import_module("torch")
         v1 = "lmcache.v1"

@@ -24,9 +24,7 @@ from typing import Any
 peer_protocol: Any = importlib.import_module(
     "peer_protocol" if __name__ == "__main__" else "perdure.benchmarks.peer_protocol"
 )
-lonet: Any = importlib.import_module(
-    "service_lonet" if __name__ == "__main__" else "perdure.benchmarks.service_lonet"
-)
+lonet: Any = importlib.import_module("service_lonet" if __name__ == "__main__" else "perdure.benchmarks.service_lonet")
 
 PACKAGE = "mooncake-transfer-engine-non-cuda"
 HOST = "127.0.0.1"
@@ -66,17 +64,17 @@ class Mooncake:
         self._registered: tuple[int, int] | None = None
 
     def open(self, root: str, block_bytes: int, memory: bool) -> None:
-        if len(lonet.interfaces() - {"lo"}):
+        if lonet.reachable():
             raise PermissionError("Mooncake binds all interfaces: it is run in a loopback-only network namespace")
         self.close()
         folder = Path(sys.executable).parent
         log = (Path(root) / "mooncake.log").open("ab")
         options = [f"-rpc_port={MASTER_PORT}", f"-metrics_port={METRICS_PORT}", "-client_ttl=3600"]
-        master = subprocess.Popen([str(folder / "mooncake_master"), *options], stdout=log, stderr=log)
+        end = peer_protocol.end_with_parent
+        master = subprocess.Popen([str(folder / "mooncake_master"), *options], stdout=log, stderr=log, preexec_fn=end)
         self._processes.append(master)
-        holder = subprocess.Popen(
-            [sys.executable, str(Path(__file__)), "hold"], stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=log
-        )
+        command, pipe = [sys.executable, str(Path(__file__)), "hold"], subprocess.PIPE
+        holder = subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=log, preexec_fn=end)
         self._processes.append(holder)
         log.close()
         assert holder.stdout is not None
