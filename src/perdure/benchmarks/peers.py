@@ -75,6 +75,7 @@ INSTALL_TIMEOUT_S = 1800
 ANSWER_TIMEOUT_S = 300
 OURS = "perdure"
 PUT, PUT_DURABLE = "put", "put that survives power loss"
+FIRST, WARM = "first get", "get warm"
 
 
 class PeerFailed(PerdureError):
@@ -225,11 +226,16 @@ class Round:
         return [list(range(base + i * self._batch, base + (i + 1) * self._batch)) for i in range(self._count)]
 
     def open(self, workers: list[Worker], *, memory: bool) -> None:
+        fields = {"block_bytes": self._block_bytes, "batch": self._batch, "memory": memory}
         for worker in self._alive(workers):
             root = self._directory / worker.key
             root.mkdir(parents=True, exist_ok=True)
-            about = worker.ask("open", root=str(root), block_bytes=self._block_bytes, batch=self._batch, memory=memory)
-            worker.name = about["name"]
+            try:
+                worker.name = worker.ask("open", root=str(root), **fields)["name"]
+            except PeerFailed as error:
+                if worker.key == OURS:
+                    raise
+                self.failed[worker.key] = str(error)
 
     def _turns(
         self, workers: list[Worker], what: str, verb: str, batches: Any, repetition: int, **more: object
@@ -257,9 +263,20 @@ class Round:
         batches = self._ids(0)
         for worker in self._alive(workers):
             worker.ask("get", batches=batches, cold=False)
+        self._get_warm(workers, batches)
+
+    def run_in_memory(self, workers: list[Worker]) -> None:
+        """Put once, then warm gets only: for systems whose blocks are in a server's memory."""
+        self.open(workers, memory=True)
+        batches = self._ids(0)
+        self._turns(workers, PUT, "put", batches, 0, durable=False)
+        self._turns(workers, FIRST, "get", batches, 1, cold=False)
+        self._get_warm(workers, batches)
+
+    def _get_warm(self, workers: list[Worker], batches: list[list[int]]) -> None:
         for repetition in range(self._plan.repetitions):
             self._random.shuffle(batches)
-            self._turns(workers, "get warm", "get", batches, repetition, cold=False)
+            self._turns(workers, WARM, "get", batches, repetition, cold=False)
 
     def put_and_get(self, workers: list[Worker]) -> None:
         """Puts, cold gets of what was put, and puts that survive power loss (where a system offers that)."""
@@ -281,7 +298,7 @@ class Round:
     def rows(self, workers: list[Worker]) -> list[Row]:
         made = []
         block = size_name(self._block_bytes)
-        for what in (PUT, PUT_DURABLE, "get cold", "get warm"):
+        for what in (PUT, PUT_DURABLE, "get cold", WARM):
             for worker in workers[1:]:
                 name = f"{what}, {block}, batch {self._batch}, against {worker.name}"
                 reference = self.series.get((what, worker.key), [])

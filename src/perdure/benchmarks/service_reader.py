@@ -36,7 +36,7 @@ class Reader:
         of `memory` bytes."""
         self.close()
         self._contents, self._scratch = Contents(block_bytes), aligned(1, block_bytes)
-        self._rows = aligned(batch, block_bytes)
+        self._rows = perdure.aligned_buffer(batch * block_bytes).reshape(batch, block_bytes)
         if kind == "client":
             self._store = perdure.connect(where, name="bench")
         else:
