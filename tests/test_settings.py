@@ -13,7 +13,8 @@ from perdure import limits
 from perdure.cli import main
 from perdure.errors import ConfigError, PerdureError
 from perdure.service import settings
-from perdure.service.settings import Loaded, is_loopback, load, parse_address, parse_cpus
+from perdure.service.settings import Loaded, load, parse_cpus
+from perdure.service.sockets import is_loopback, parse_address
 
 
 def file(tmp_path: Path, text: str) -> Path:

@@ -99,6 +99,12 @@ beat_s: Final = 0.05  # rings are drained, clocks told
 call_s_default: Final = 30.0  # how long a call without a deadline waits for a service that does not answer
 reconnect_wait_s: Final = 0.02
 reconnect_s_default: Final = 1.0  # a call without a deadline waits so long for a service that is not there
+frame_blocks_bytes_max: Final = 16 * MIB  # of blocks in one frame between hosts (one block more, if it is larger)
+frame_payload_bytes_max: Final = frame_blocks_bytes_max + block_bytes_max
+transfers_inflight_max: Final = 32  # of blocks from and to other hosts at one time: each may hold a frame's bytes
+stall_s: Final = 10.0  # who neither takes nor sends a byte of a frame for so long is cut off
+keepalive_idle_s: Final = 5
+keepalive_attempts_max: Final = 3
 ring_entries: Final = 8192  # touches a client may report between two beats
 send_wait_s: Final = 1.0  # a client that does not take its answer is cut off
 

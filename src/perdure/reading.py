@@ -152,7 +152,7 @@ def from_disk(
         started = time.monotonic()
         asked = keys if len(rest) == len(keys) else keys[rest]
         try:
-            chosen, rows = _placed(core, space, asked, rest, report)
+            chosen, rows = placed(core, space, asked, rest, report)
         except CatalogError:  # a hint that cannot be asked is a miss
             core.counters.add(catalog_errors=1)
             return
@@ -187,7 +187,7 @@ def from_disk(
             return
 
 
-def _placed(
+def placed(
     core: Core, space: Keyspace, asked: KeyArray, rest: NDArray[np.intp], report: ReadReport
 ) -> tuple[list[int], list[Row]]:
     """Positions that can be read, with their records; the others' statuses are final."""

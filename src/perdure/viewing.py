@@ -46,9 +46,9 @@ def fetch(core: Core, space: Keyspace, keys: KeyArray, *, deadline_s: float | No
     report = ReadReport(np.full(len(keys), _MISSING, np.uint8), 0, 0, 0.0)
     fetched = Fetched(report, [None] * len(keys))
     if len(keys):
-        _here_already(core, space, keys, fetched)
+        pin_present(core, space, keys, fetched)
         if report.from_memory < len(keys):
-            _bring(core, space, keys, fetched, deadline)
+            bring(core, space, keys, fetched, deadline)
     finish(core, space, keys, report, started)
     return fetched
 
@@ -67,8 +67,8 @@ def leave_limbo(core: Core) -> None:
             core.limbo.append((settled, slots))
 
 
-def _here_already(core: Core, space: Keyspace, keys: KeyArray, fetched: Fetched) -> None:
-    """Pin what the DRAM tier holds and may be shown."""
+def pin_present(core: Core, space: Keyspace, keys: KeyArray, fetched: Fetched) -> None:
+    """The first step of `fetch`: pin what the DRAM tier holds and may be shown."""
     if not core.presence.complete:  # what has expired is known from the presence index
         return
     slots = core.pool.get(keys)
@@ -93,8 +93,8 @@ def _is_of(slot: Slot, space: Keyspace) -> bool:
     return slot.keyspace == space.digest and slot.nbytes == space.layout.block_bytes
 
 
-def _bring(core: Core, space: Keyspace, keys: KeyArray, fetched: Fetched, deadline: float | None) -> None:
-    """Read the rest from the disk into new slots; publish, pinned, what verifies."""
+def bring(core: Core, space: Keyspace, keys: KeyArray, fetched: Fetched, deadline: float | None) -> None:
+    """The second step of `fetch`: read the rest from the disk into new slots; publish, pinned, what verifies."""
     report, size = fetched.report, space.layout.block_bytes
     targets: list[Parts] = [[] for _ in keys]
     reserved: dict[int, Slot] = {}

@@ -14,11 +14,13 @@ from perdure.service.server import Server, shared_pool
 
 
 @contextlib.contextmanager
-def serving(directory: Path, **options: Any) -> Iterator[tuple[Store, Server]]:
-    """A store of `directory` and a server of it on DIR/perdure.sock."""
+def serving(
+    directory: Path, *, listen: tuple[str, int] | None = None, tls: Any = None, **options: Any
+) -> Iterator[tuple[Store, Server]]:
+    """A store of `directory` and a server of it on DIR/perdure.sock, and on a port if asked."""
     options = {"memory": 192 * MIB, "capacity": "256MiB", "seams": Seams(pool=shared_pool)} | options
     with perdure.open(directory, **options) as store:
-        server = Server(store, socket=directory / "perdure.sock")
+        server = Server(store, socket=directory / "perdure.sock", listen=listen, tls=tls)
         server.start()
         try:
             yield store, server
@@ -26,13 +28,21 @@ def serving(directory: Path, **options: Any) -> Iterator[tuple[Store, Server]]:
             server.stop()
 
 
+def tcp_address(server: Server) -> str:
+    assert server.node is not None
+    return "tcp://{}:{}".format(*server.node.address)
+
+
 class ServedStore:
     """A store in another guise: its service and one client, ended together. What only an embedded store has is its."""
 
-    def __init__(self, directory: Path, **options: Any):
+    def __init__(self, directory: Path, *, tcp: bool = False, **options: Any):
         self._stack = contextlib.ExitStack()
-        self.store, self.server = self._stack.enter_context(serving(directory, **options))
-        self.client: RemoteStore = self._stack.enter_context(perdure.connect(directory))
+        listen = ("127.0.0.1", 0) if tcp else None
+        self.store, self.server = self._stack.enter_context(serving(directory, listen=listen, **options))
+        self.client: RemoteStore = self._stack.enter_context(
+            perdure.connect(tcp_address(self.server) if tcp else directory)
+        )
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.client, name)

@@ -1,4 +1,4 @@
-"""`perdure.connect`: the verbs of a store, carried out by the service beside this process.
+"""`perdure.connect`: the verbs of a store, carried out by the service beside this process, or by a data node.
 
     with perdure.connect("DIR") as store:            # or the socket's path, or "unix:///run/perdure.sock"
         space = store.keyspace(model=..., weights=..., layout=..., tenant=...)
@@ -18,6 +18,7 @@ import itertools
 import os
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -30,9 +31,13 @@ from perdure.io.shared import map_fd
 from perdure.keys import KeyspaceIdentity, KVLayout, token_bytes
 from perdure.service import messages as m
 from perdure.service import sockets
-from perdure.service.local import Late, LocalTransport, Run
 from perdure.service.maps import DomainMaps
+from perdure.service.sockets import is_loopback, parse_address
 from perdure.service.staging import Staging
+from perdure.service.streams import TlsFiles, connect_tcp
+from perdure.service.transport import Channel, Late, Run, Transport
+
+TCP = "tcp://"
 
 
 class Region:
@@ -65,9 +70,13 @@ class Region:
 class RemoteStore:
     """A connection to a service. Made by `perdure.connect`."""
 
-    def __init__(self, address: str | os.PathLike[str], *, name: str, wait_s: float):
-        self.path: Path = sockets.socket_path(address)
-        self.transport = LocalTransport(self.path, name, wait_s)
+    def __init__(
+        self, address: str | os.PathLike[str], *, name: str, wait_s: float, tls: TlsFiles | None = None
+    ):  # fmt: skip
+        self.where = os.fspath(address)
+        self.shared = not self.where.startswith(TCP)  # whether this client and the service can share memory
+        connect = _unix(address) if self.shared else _tcp(self.where, tls)
+        self.transport = Transport(connect, self.where, name, wait_s)
         self.transport.on_retired = self._retired
         self._maps: dict[tuple[bytes, bytes], DomainMaps] = {}
         self._regions: list[Region] = []
@@ -89,15 +98,17 @@ class RemoteStore:
         codec: str | None = None,
     ) -> Any:
         """As `Store.keyspace`; the digest is derived by the service, which alone knows the secret."""
+        from perdure.service.distant import DistantKeyspace
         from perdure.service.remote import RemoteKeyspace
 
         identity = KeyspaceIdentity(model, weights, layout, lora, draft)
-        space = RemoteKeyspace(self, tenant, identity, codec or "")
+        space = (RemoteKeyspace if self.shared else DistantKeyspace)(self, tenant, identity, codec or "")
         self._spaces.append(space)
         return space
 
     def landing(self, nbytes: int) -> Region:
         """Memory of the node's budget that the service delivers into: where a GPU copies from, for example."""
+        self._need_shared("landing")
         made: list[Region] = []
         run, deadline = self.current()
 
@@ -111,6 +122,7 @@ class RemoteStore:
     def register(self, fd: int, nbytes: int | None = None) -> Region:
         """Let the service read and write memory of yours: a memfd sealed with F_SEAL_SHRINK is mapped there; a file in
         /dev/shm, which cannot be sealed, is copied by the service instead."""
+        self._need_shared("register")
         size = os.fstat(fd).st_size
         region = Region(fcntl.fcntl(fd, fcntl.F_DUPFD_CLOEXEC, 3), size if nbytes is None else nbytes)
         try:
@@ -181,6 +193,10 @@ class RemoteStore:
     def __exit__(self, *_: object) -> None:
         self.close()
 
+    def _need_shared(self, verb: str) -> None:
+        if not self.shared:
+            raise InvalidArgument(f"{verb}: {self.where} shares no memory with this process; use read and write")
+
     def _document(self, question: Any) -> dict[str, Any]:
         run, deadline = self.current()
         content: dict[str, Any] = self.ask(run, question, deadline).content
@@ -203,7 +219,7 @@ class RemoteStore:
         try:
             return self.transport.ask(run, question, deadline, **options)
         except Late:
-            raise ServiceUnavailable(f"{self.path}: the service did not answer in time") from None
+            raise ServiceUnavailable(f"{self.where}: the service did not answer in time") from None
 
     def maps(self, run: Run, tenant_id: bytes, number: int, deadline: float) -> DomainMaps:
         """The maps of a tenant, brought up to date if the service has changed them."""
@@ -248,17 +264,39 @@ class RemoteStore:
         return number
 
 
+def _unix(address: str | os.PathLike[str]) -> Callable[[float], Channel]:
+    path = sockets.socket_path(address)
+    return lambda until: sockets.UnixChannel(path, until)
+
+
+def _tcp(address: str, tls: TlsFiles | None) -> Callable[[float], Channel]:
+    try:
+        host, port = parse_address(address.removeprefix(TCP))
+    except ValueError as error:
+        raise InvalidArgument(f"{address!r}: {error}; write tcp://HOST:PORT") from None
+    if tls is None and not is_loopback(host):
+        raise InvalidArgument(f"{address!r}: blocks leave this machine only by TLS; pass tls_cert, tls_key and tls_ca")
+    context = None if tls is None else tls.context(server=False)
+    return lambda until: connect_tcp(host, port, context, until)
+
+
 def connect(address: str | os.PathLike[str], **options: Any) -> RemoteStore:
-    """Connect to the service of a host: `perdure serve --data DIR`.
+    """Connect to the service of this host (`perdure serve --data DIR`), or to a data node (`--listen HOST:PORT`).
 
-    address: the store's directory, the path of the service's socket, or "unix:///path". wait_s: how long to wait for a
-    service that is not up yet (0). name: shown by `perdure top` (default: the program's).
+    address: the store's directory, the path of the service's socket, "unix:///path", or "tcp://host:port". wait_s: how
+    long to wait for a service that is not up yet (0). name: shown by `perdure top` (default: the program's). tls_cert,
+    tls_key, tls_ca: PEM files for "tcp://"; needed unless the host is this one.
 
-    Raises ServiceUnavailable, InvalidArgument, UnknownOption, ProtocolError (another version).
+    Raises ServiceUnavailable, InvalidArgument, UnknownOption, ConfigError, ProtocolError (another version).
     """
     import sys
 
-    chosen: dict[str, Any] = {"wait_s": 0.0, "name": os.path.basename(sys.argv[0] or "python")} | options
-    for unknown in set(options) - {"wait_s", "name"}:
-        raise UnknownOption(f"perdure.connect: unknown option {unknown!r}; known: name, wait_s")
-    return RemoteStore(address, **chosen)
+    chosen: dict[str, Any] = {"wait_s": 0.0, "name": os.path.basename(sys.argv[0] or "python")}
+    known = {*chosen, *(f"tls_{field}" for field in TlsFiles._fields)}
+    for unknown in set(options) - known:
+        raise UnknownOption(f"perdure.connect: unknown option {unknown!r}; known: {', '.join(sorted(known))}")
+    files = [options.pop(f"tls_{field}", None) for field in TlsFiles._fields]
+    if any(files) and not all(files):
+        raise InvalidArgument("perdure.connect: TLS needs all of tls_cert, tls_key and tls_ca")
+    tls = TlsFiles(*map(Path, files)) if all(files) else None
+    return RemoteStore(address, **(chosen | options), tls=tls)

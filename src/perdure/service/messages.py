@@ -144,6 +144,25 @@ class Write(Message):
     until_s: float
 
 
+class Get(Message):
+    """To a data node: send these blocks. `left_s`, here and below: from now on, for hosts share no clock."""
+
+    space: int
+    keys: bytes
+    left_s: float
+
+
+class Put(Message):
+    """To a data node: store the blocks that follow as payload, one after the other."""
+
+    space: int
+    keys: bytes
+    durability: str
+    ttl_s: float | None
+    lease: LeaseData | None
+    left_s: float
+
+
 class Reserve(Message):
     space: int
     keys: bytes
@@ -249,6 +268,18 @@ class Delivered(Message):
     late: int  # 0: settled
 
 
+class Sent(Message):
+    """The next `len(statuses)` blocks of a Get; those that were found follow as payload, as they are stored. codecs:
+    one byte per block, empty if none is encoded; stored: bytes of each (u32) where there are codecs."""
+
+    statuses: bytes
+    codecs: bytes
+    stored: bytes
+    from_memory: int
+    problems: dict[int, str]
+    last: bool
+
+
 class Written(Message):
     statuses: bytes
     stored: int
@@ -295,11 +326,11 @@ class Retired(Message):
 
 Question = (
     Hello | Join | OpenSpace | Attach | Lookup | Present | Fetch | Release | Read | Settled | Region | Unregister
-    | Write | Reserve | EndLease | Pin | Unpin | Hint | Advise | Status | Explain | ExplainPrefix | Sync
+    | Write | Get | Put | Reserve | EndLease | Pin | Unpin | Hint | Advise | Status | Explain | ExplainPrefix | Sync
 )  # fmt: skip
 Answer = (
-    Welcome | Joined | SpaceOpened | Attached | Count | Mask | Fetched | Delivered | Written | Made | Leased | Answered
-    | Advised | Document | Failed | Retired
+    Welcome | Joined | SpaceOpened | Attached | Count | Mask | Fetched | Delivered | Sent | Written | Made | Leased
+    | Answered | Advised | Document | Failed | Retired
 )  # fmt: skip
 
 NO_SLOT = 0xFFFF_FFFF_FFFF_FFFF

@@ -49,10 +49,11 @@ class Ring:
 
 
 class Peer:
-    """One client. `token` lets further connections join it."""
+    """One client. `token` lets further connections join it. remote: address of the host it is on; empty: this one."""
 
-    def __init__(self, core: Core, domains: Domains, pid: int, name: str):
-        self.core, self.domains, self.pid, self.name = core, domains, pid, name
+    def __init__(self, core: Core, domains: Domains, pid: int, name: str, *, remote: str = ""):
+        self.core, self.domains, self.pid, self.name, self.remote = core, domains, pid, name, remote
+        self.connections = 0  # kept by the server
         self.token = os.urandom(16)
         self.lock = threading.Lock()
         self.ended = False
@@ -221,7 +222,8 @@ class Peer:
             now = time.monotonic()
             views = [one for one in self._grants.values() if one.view]
             return {
-                "pid": self.pid, "name": self.name, "keyspaces": len(self.spaces), "views": len(views),
+                "pid": self.pid, "name": self.name, "address": self.remote, "keyspaces": len(self.spaces),
+                "views": len(views),
                 "views_overdue": sum(now > one.deadline for one in views), "granted_bytes": self.granted_bytes,
                 "pins": len(self.pins), "leases": len(self._leases),
                 "regions_bytes": sum(region.nbytes for region in self.regions.values()),

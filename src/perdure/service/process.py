@@ -34,7 +34,8 @@ from perdure.observe.endpoint import Endpoint
 from perdure.observe.metrics import Metrics
 from perdure.segments.landing import BlockStatus
 from perdure.service.server import Server, shared_pool
-from perdure.service.settings import Settings, parse_address
+from perdure.service.settings import Settings
+from perdure.service.sockets import parse_address
 
 PROBE_TENANT: Final = "perdure-probe"
 _PROBE_BYTES: Final = 4096
@@ -55,9 +56,10 @@ class ServerLike(Protocol):
 
 
 def build_server(store: stores.Store, settings: Settings) -> ServerLike:
-    if settings.listen:
-        raise ConfigError(f"listen={settings.listen!r}: serving other hosts over TCP is not built yet; leave it empty")
-    return Server(store, socket=settings.socket_path(), clients_max=settings.clients_max)
+    listen = parse_address(settings.listen) if settings.listen else None
+    return Server(
+        store, socket=settings.socket_path(), clients_max=settings.clients_max, listen=listen, tls=settings.tls_files()
+    )
 
 
 def run(settings: Settings, build: Callable[[stores.Store, Settings], ServerLike] = build_server) -> int:
@@ -91,7 +93,7 @@ def run(settings: Settings, build: Callable[[stores.Store, Settings], ServerLike
                 endpoint.start()
             started.callback(probe.stop)
             probe.start()
-            _announce(settings, probe, endpoint, boot)
+            _announce(settings, probe, endpoint, boot, str(server.status().get("listen", "")))
             reason = _wait(signals)
             started.pop_all()
         return _end(settings, store, server, metrics, probe, endpoint, reason)
@@ -201,14 +203,14 @@ def _endpoint(settings: Settings, metrics: Metrics, not_ready: Callable[[], str 
     return Endpoint(metrics, host, port, not_ready)
 
 
-def _announce(settings: Settings, probe: Readiness, endpoint: Endpoint | None, boot: str) -> None:
+def _announce(settings: Settings, probe: Readiness, endpoint: Endpoint | None, boot: str, listen: str) -> None:
     problem = probe.not_ready()
     where = "off" if endpoint is None else "{}:{}".format(*endpoint.address)
     place: Path = settings.socket_path()
     _log.log(
         20 if problem is None else 40,
         "ready" if problem is None else "not ready",
-        extra=logs.fields(socket=place, listen=settings.listen, metrics=where, pid=os.getpid(), boot=boot, why=problem),
+        extra=logs.fields(socket=place, listen=listen, metrics=where, pid=os.getpid(), boot=boot, why=problem),
     )
     notify(f"READY=1\nSTATUS={'serving' if problem is None else f'not ready: {problem}'}")
 

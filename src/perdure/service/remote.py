@@ -24,9 +24,9 @@ from perdure.keyspace import Advice, check_lease, check_seconds, durability_of, 
 from perdure.reports import ReadReport, WriteReport, WriteStatus
 from perdure.service import messages as m
 from perdure.service.client import Region, RemoteStore
-from perdure.service.local import Late, Run
 from perdure.service.remote_reads import GRACE_S, Call, Extents, RemoteReads
 from perdure.service.staging import STAGED_BYTES
+from perdure.service.transport import Late, Run
 
 _CALL_THREADS = 4
 
@@ -130,7 +130,7 @@ class RemoteKeyspace(RemoteReads):
             check_lease(lease)
         limit = seconds_of(deadline_s)
         report = WriteReport(np.full(len(array), WriteStatus.FAILED, np.uint8), 0, 0, 0, 0.0)
-        terms = _Terms(
+        terms = Terms(
             durability_of(durability).name.lower(),
             None if ttl_s is None else float(ttl_s),
             None if lease is None else m.pack_lease(lease),
@@ -142,20 +142,11 @@ class RemoteKeyspace(RemoteReads):
         return report
 
     def _write(
-        self, keys: KeyArray, blocks: list[Parts], terms: _Terms, deadline: float | None, report: WriteReport
+        self, keys: KeyArray, blocks: list[Parts], terms: Terms, deadline: float | None, report: WriteReport
     ) -> None:
         todo = np.ones(len(keys), bool)
         try:
-            call = self.begin(deadline)
-            registered = self._store.region_of(blocks)
-            region, extents = (None, None) if registered is None else registered
-            for part in self._rounds(list(range(len(keys))), limits.GIB if registered else STAGED_BYTES, extents):
-                if region is None or extents is None:
-                    self._stage(call, keys, part, blocks, terms, report)
-                else:
-                    self._store.region_number(call.run, region, call.until)
-                    self._send(call, keys, part, region, [extents[at] for at in part], terms, report)
-                todo[part] = False
+            self._store_blocks(keys, blocks, terms, deadline, report, todo)
         except Late:
             _refuse(report, todo, WriteStatus.LATE, "not written by the deadline")
         except ServiceUnavailable as error:
@@ -163,8 +154,24 @@ class RemoteKeyspace(RemoteReads):
         except (ServiceBusy, CatalogError) as error:
             _refuse(report, todo, WriteStatus.REJECTED, str(error))
 
+    def _store_blocks(
+        self, keys: KeyArray, blocks: list[Parts], terms: Terms, deadline: float | None, report: WriteReport,
+        todo: NDArray[np.bool_],
+    ) -> None:  # fmt: skip
+        """Have the service store the blocks and report on each, which `todo` is then rid of."""
+        call = self.begin(deadline)
+        registered = self._store.region_of(blocks)
+        region, extents = (None, None) if registered is None else registered
+        for part in self._rounds(list(range(len(keys))), limits.GIB if registered else STAGED_BYTES, extents):
+            if region is None or extents is None:
+                self._stage(call, keys, part, blocks, terms, report)
+            else:
+                self._store.region_number(call.run, region, call.until)
+                self._send(call, keys, part, region, [extents[at] for at in part], terms, report)
+            todo[part] = False
+
     def _stage(
-        self, call: Call, keys: KeyArray, part: list[int], blocks: list[Parts], terms: _Terms, report: WriteReport
+        self, call: Call, keys: KeyArray, part: list[int], blocks: list[Parts], terms: Terms, report: WriteReport
     ) -> None:
         size, staging = self.layout.block_bytes, self._store.staging
         region = staging.take(call.run, len(part) * size, call.until)
@@ -179,7 +186,7 @@ class RemoteKeyspace(RemoteReads):
         staging.give(call.run, region)
 
     def _send(
-        self, call: Call, keys: KeyArray, part: list[int], region: Region, extents: Extents, terms: _Terms,
+        self, call: Call, keys: KeyArray, part: list[int], region: Region, extents: Extents, terms: Terms,
         report: WriteReport, settle: Callable[[Any], None] | None = None,
     ) -> None:  # fmt: skip
         table, parts = m.pack_extents(extents)
@@ -188,10 +195,7 @@ class RemoteKeyspace(RemoteReads):
             call.run, lambda i: m.Write(i, call.space, names, number, table, parts, *terms, call.until),
             call.until + GRACE_S, settle=settle,
         )  # fmt: skip
-        report.statuses[part] = np.frombuffer(answer.statuses, np.uint8)
-        report.stored += answer.stored
-        report.stored_bytes += answer.stored_bytes
-        report.reasons |= {part[place]: why for place, why in answer.reasons.items() if place < len(part)}
+        note(report, part, answer)
 
     def submit_read(self, keys: KeyArray | Sequence[bytes], into: Any, **options: Any) -> Future[ReadReport]:
         """As `Keyspace.submit_read`."""
@@ -245,7 +249,7 @@ class RemoteKeyspace(RemoteReads):
             self._ask(call, m.Hint, call.space, part.tobytes())
 
 
-class _Terms(NamedTuple):
+class Terms(NamedTuple):
     """What a write asks for, as the message has it."""
 
     durability: str
@@ -256,6 +260,14 @@ class _Terms(NamedTuple):
 def _cut(keys: KeyArray) -> list[KeyArray]:
     step = limits.message_keys_max
     return [keys[at : at + step] for at in range(0, len(keys), step)]
+
+
+def note(report: WriteReport, part: list[int], answer: m.Written) -> None:
+    """Put an answer about the blocks `part` into the report of the whole call."""
+    report.statuses[part] = np.frombuffer(answer.statuses, np.uint8)
+    report.stored += answer.stored
+    report.stored_bytes += answer.stored_bytes
+    report.reasons |= {part[place]: why for place, why in answer.reasons.items() if place < len(part)}
 
 
 def _refuse(report: WriteReport, todo: NDArray[np.bool_], status: WriteStatus, why: str) -> None:

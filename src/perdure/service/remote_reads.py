@@ -28,9 +28,9 @@ from perdure.reports import ReadReport
 from perdure.segments.landing import BlockStatus
 from perdure.service import messages as m
 from perdure.service.client import Region, RemoteStore
-from perdure.service.local import Late, Run
 from perdure.service.maps import MAPPABLE, DomainMaps
 from perdure.service.staging import STAGED_BYTES
+from perdure.service.transport import Late, Run
 
 GRACE_S = 0.25  # the service keeps the deadline; an answer that is on its way then is worth waiting for
 _POLL_S = 0.01
@@ -100,7 +100,7 @@ class RemoteReads:
             deadline,
         )
         if known is not None and known[1].digest != opened.digest:
-            raise ProtocolError(f"{self._store.path}: another store is served here now; its blocks have other names")
+            raise ProtocolError(f"{self._store.where}: another store is served here now; its blocks have other names")
         self._opened = (run, opened)
         return opened
 
@@ -310,7 +310,7 @@ class RemoteReads:
         try:
             if self._maps(call) is None:
                 raise ServiceUnavailable(
-                    f"{self._store.path}: nothing to map here; start the service with --memory, on x86-64"
+                    f"{self._store.where}: nothing to map here; start the service with --memory, on x86-64"
                 )
             for part in self._rounds(list(range(len(array))), call.run.welcome.fetch_bytes):
                 grant, answer = self._ask_fetch(call, array[part], ttl_s)

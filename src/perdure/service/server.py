@@ -34,7 +34,10 @@ from perdure.segments.landing import BlockStatus
 from perdure.service import messages as m
 from perdure.service import sockets
 from perdure.service.domains import Domains
+from perdure.service.node import Node
 from perdure.service.peers import Peer
+from perdure.service.sockets import address_text
+from perdure.service.streams import TlsFiles
 from perdure.service.verbs import READING, WRITING, Verbs, fetch_bytes
 from perdure.store import Store
 from perdure.viewing import leave_limbo
@@ -67,18 +70,32 @@ _Work = tuple[_Connection, Any, list[int], float]
 class Server:
     """Serves one open store. Binds at once, answers after `start`."""
 
-    def __init__(self, store: Store, *, socket: Path, clients_max: int = limits.connections_max):
-        self._store, self._core = store, store.core
+    def __init__(
+        self,
+        store: Store,
+        *,
+        socket: Path,
+        clients_max: int = limits.connections_max,
+        listen: tuple[str, int] | None = None,
+        tls: TlsFiles | None = None,
+    ):
+        self._store, self.core = store, store.core
         self.path = Path(socket)
-        self._listener = sockets.listen_unix(self.path)
+        self.node = None if listen is None else Node(self, *listen, tls)
+        try:
+            self._listener = sockets.listen_unix(self.path)
+        except BaseException:
+            if self.node is not None:
+                self.node.stop(0.0)
+            raise
         self._inode = os.stat(self.path).st_ino
         self._listener.setblocking(False)
         self._clients_max = clients_max
         self.boot = os.urandom(16)
-        self.domains = Domains(self._core)
-        self._core.pool.observe(self.domains)
-        self._core.presence.mirror_to(self.domains)
-        self._verbs = Verbs(store, self.domains, self.status)
+        self.domains = Domains(self.core)
+        self.core.pool.observe(self.domains)
+        self.core.presence.mirror_to(self.domains)
+        self.verbs = Verbs(store, self.domains, self.status)
         self._epoll = select.epoll()
         self._stop = threading.Event()
         self._waker, self._woken = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
@@ -103,6 +120,8 @@ class Server:
         self._started = True
         for thread in self._threads:
             thread.start()
+        if self.node is not None:
+            self.node.start()
 
     def stop(self, drain_s: float = 10.0) -> None:
         """No new questions; those that are running end, within `drain_s`; then all clients are cut off."""
@@ -113,8 +132,10 @@ class Server:
                 self.path.unlink()
         self._stop.set()
         os.write(self._woken, b"x")
+        give_up = time.monotonic() + drain_s
+        if self.node is not None:
+            self.node.stop(drain_s)
         if self._started:
-            give_up = time.monotonic() + drain_s
             for thread in self._threads:
                 thread.join(max(0.0, give_up - time.monotonic()))
         for peer in list(self._peers.values()):
@@ -125,7 +146,7 @@ class Server:
         self._epoll.close()
         os.close(self._waker)
         os.close(self._woken)
-        self._core.pool.observe(None)
+        self.core.pool.observe(None)
         self.domains.close()
 
     def status(self) -> dict[str, Any]:
@@ -133,13 +154,14 @@ class Server:
         with self._lock:
             peers = list(self._peers.values())
         clients = [peer.status() for peer in peers]
-        memory = self._core.pool.stats()
+        memory = self.core.pool.stats()
         return {
             "boot": self.boot.hex(),
             "pid": os.getpid(),
             "socket": str(self.path),
+            "listen": "" if self.node is None else address_text(*self.node.address),
             "clients": clients,
-            "connections": len(self._connections),
+            "connections": self._open(),
             "queue": len(self._queues[0]) + len(self._queues[1]),
             "memory": {
                 "budget_bytes": memory.budget_bytes, "mapped_bytes": memory.mapped_bytes, "bytes": memory.bytes,
@@ -174,7 +196,7 @@ class Server:
             try:
                 self.domains.beat()
                 self.domains.settle()
-                leave_limbo(self._core)
+                leave_limbo(self.core)
                 for peer in list(self._peers.values()):
                     peer.drain()
                     peer.expire()
@@ -187,14 +209,20 @@ class Server:
 
     def _prefault(self) -> None:
         """Make the pool's memory before it is needed: a page fault costs a request more than a copy."""
-        while not self._stop.wait(0.0 if self._core.pool.prefault() else 0.5):
+        while not self._stop.wait(0.0 if self.core.pool.prefault() else 0.5):
             pass
 
     # --- connections
+    def _open(self) -> int:
+        return len(self._connections) + (0 if self.node is None else self.node.connections)
+
+    def room(self) -> bool:
+        return self._open() < self._clients_max
+
     def _accept(self) -> None:
         with suppress(OSError):
             sock, _ = self._listener.accept()
-            if len(self._connections) >= self._clients_max:
+            if not self.room():
                 busy = ServiceBusy(f"{self._clients_max} connections are open; raise --clients-max")
                 with suppress(OSError):
                     sockets.send(sock, m.encode(m.failure(0, busy)), [], socket.MSG_DONTWAIT)
@@ -217,8 +245,8 @@ class Server:
             if connection.pidfd >= 0:
                 self._pids.pop(connection.pidfd, None)
             peer = connection.peer if connection.main else None
-            if peer is not None:
-                self._peers.pop(peer.token, None)
+            if connection.peer is not None and not connection.main:
+                connection.peer.connections -= 1
             others = [one for one in self._connections.values() if peer is not None and one.peer is peer]
         with suppress(OSError):
             connection.sock.shutdown(socket.SHUT_RDWR)
@@ -228,7 +256,7 @@ class Server:
         for other in others:
             self._close(other)
         if peer is not None:
-            peer.end()
+            self.dismiss(peer)
 
     def _arm(self, connection: _Connection) -> None:
         with suppress(OSError, ValueError):
@@ -258,37 +286,68 @@ class Server:
             os.close(fd)
 
     def _greet(self, connection: _Connection, question: Any) -> None:
+        pid, pidfd = 0, -1
+        if isinstance(question, m.Hello):
+            pid, _, pidfd = sockets.peer_of(connection.sock)
+        try:
+            peer, answer = self.greet(question, pid)
+        except BaseException:
+            if pidfd >= 0:
+                os.close(pidfd)
+            raise
+        main = isinstance(question, m.Hello)
+        with self._lock:
+            gone = connection.closed  # it took too long to say it
+            if not gone:
+                connection.peer, connection.main, connection.pidfd = peer, main, pidfd
+                if pidfd >= 0:
+                    self._pids[pidfd] = connection
+        if gone:
+            if pidfd >= 0:
+                os.close(pidfd)
+            (self.dismiss if main else self.left)(peer)
+            return
+        if main:
+            peer.notify = lambda data: sockets.send(connection.sock, data, [], socket.MSG_DONTWAIT)
+        if pidfd >= 0:
+            self._epoll.register(pidfd, select.EPOLLIN | select.EPOLLONESHOT)
+        self._send(connection, answer, [])
+
+    def greet(self, question: Any, pid: int = 0, *, remote: str = "") -> tuple[Peer, m.Message]:
+        """The client that a new connection belongs to, and what to tell it. Raises ProtocolError, ServiceBusy."""
         if isinstance(question, m.Hello):
             if question.version != limits.wire_version:
                 raise ProtocolError(
                     f"the client speaks version {question.version}, this service {limits.wire_version}; "
                     "install the same version of Perdure on both sides"
                 )
-            pid, _, pidfd = sockets.peer_of(connection.sock)
-            peer = Peer(self._core, self.domains, pid, question.name[:64])
-            peer.notify = lambda data: sockets.send(connection.sock, data, [], socket.MSG_DONTWAIT)
+            peer = Peer(self.core, self.domains, pid, question.name[:64], remote=remote)
             with self._lock:
-                connection.peer, connection.main, connection.pidfd = peer, True, pidfd
                 self._peers[peer.token] = peer
-                if pidfd >= 0:
-                    self._pids[pidfd] = connection
-            if pidfd >= 0:
-                self._epoll.register(pidfd, select.EPOLLIN | select.EPOLLONESHOT)
-            answer: m.Message = m.Welcome(
+            return peer, m.Welcome(
                 question.id, limits.wire_version, peer.token, self.boot, fetch_bytes(self._store), os.getpid()
             )
-        elif isinstance(question, m.Join):
-            with self._lock:
-                joined = self._peers.get(question.client)
-                mine = sum(one.peer is joined for one in self._connections.values()) if joined is not None else 0
-                if joined is not None and mine < limits.connections_per_client_max:
-                    connection.peer = joined
-            if connection.peer is None:
-                raise ServiceBusy("no such client, or it has too many connections")
-            answer = m.Joined(question.id)
-        else:
+        if not isinstance(question, m.Join):
             raise ProtocolError("the first message must be Hello or Join")
-        self._send(connection, answer, [])
+        with self._lock:
+            joined = self._peers.get(question.client)
+            if joined is None or bool(joined.remote) != bool(remote):
+                raise ServiceBusy("no such client")
+            if joined.connections >= limits.connections_per_client_max:
+                raise ServiceBusy(f"{limits.connections_per_client_max} connections are open; use fewer at a time")
+            joined.connections += 1
+        return joined, m.Joined(question.id)
+
+    def dismiss(self, peer: Peer) -> None:
+        """End a client and what it holds."""
+        with self._lock:
+            self._peers.pop(peer.token, None)
+        peer.end()
+
+    def left(self, peer: Peer) -> None:
+        """A connection that had joined is closed."""
+        with self._lock:
+            peer.connections -= 1
 
     def _dispatch(self, connection: _Connection, question: Any, fds: list[int]) -> None:
         work: _Work = (connection, question, fds, time.monotonic())
@@ -316,11 +375,10 @@ class Server:
         out: list[int] = []
         try:
             try:
-                answer, out = self._verbs.answer(peer, question, fds)
+                answer, out = self.verbs.answer(peer, question, fds)
             except PerdureError as error:
                 answer = m.failure(question.id, error)
-            if self.metrics is not None:
-                count(self.metrics, peer, question, answer, time.monotonic() - since)
+            self.note(peer, question, answer, time.monotonic() - since)
         except Exception as error:  # noqa: BLE001 (a question must not end the service)
             _LOG.exception("a question failed")
             answer = m.failure(question.id, error)
@@ -329,6 +387,10 @@ class Server:
         for fd in (*fds, *out):
             os.close(fd)
         self._arm(connection)
+
+    def note(self, peer: Peer, question: Any, answer: m.Message, seconds: float) -> None:
+        if self.metrics is not None:
+            count(self.metrics, peer, question, answer, seconds)
 
     def _send(self, connection: _Connection, answer: m.Message, fds: list[int]) -> None:
         data = m.encode(answer)

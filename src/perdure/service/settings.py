@@ -13,7 +13,6 @@ Contract
 from __future__ import annotations
 
 import difflib
-import ipaddress
 import re
 import tomllib
 from collections.abc import Mapping
@@ -33,6 +32,8 @@ from pydantic_settings import (
 from perdure import limits
 from perdure.errors import ConfigError, InvalidArgument
 from perdure.options import parse_size
+from perdure.service.sockets import is_loopback, parse_address
+from perdure.service.streams import TlsFiles
 
 PREFIX: Final = "PERDURE_"
 FOREIGN: Final = frozenset(
@@ -51,25 +52,6 @@ FOREIGN: Final = frozenset(
 )  # not ours: of the demo and the tests
 _CPUS: Final = re.compile(r"\d{1,5}(-\d{1,5})?(,\d{1,5}(-\d{1,5})?)*")
 _CPUS_MAX: Final = 65_536
-
-
-def parse_address(text: str) -> tuple[str, int]:
-    """(host, port) of "HOST:PORT" or "[IPV6]:PORT"; port 0 means any free one. ValueError says what is wrong."""
-    host, colon, port = text.rpartition(":")
-    bare = host.removeprefix("[").removesuffix("]")
-    if not colon or not bare or (":" in bare and not host.startswith("[")):
-        raise ValueError("not an address")
-    if not port.isascii() or not port.isdigit() or int(port) > 65_535:
-        raise ValueError(f"port {port!r} is not a number from 0 to 65535")
-    return bare, int(port)
-
-
-def is_loopback(host: str) -> bool:
-    """Whether only this machine can reach it. A name other than localhost is taken to be reachable."""
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return host == "localhost"
 
 
 def parse_cpus(text: str) -> frozenset[int]:
@@ -177,6 +159,11 @@ class Settings(BaseSettings):
 
     def socket_path(self) -> Path:
         return self.socket or self.store_path() / "perdure.sock"
+
+    def tls_files(self) -> TlsFiles | None:
+        if self.tls_cert is None or self.tls_key is None or self.tls_ca is None:
+            return None
+        return TlsFiles(self.tls_cert, self.tls_key, self.tls_ca)
 
     def cpu_set(self) -> frozenset[int]:
         return parse_cpus(self.cpus)

@@ -12,10 +12,15 @@ from __future__ import annotations
 import array
 import contextlib
 import errno
+import ipaddress
+import math
 import os
+import select
 import socket
 import stat
 import struct
+import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Final
 
@@ -24,12 +29,13 @@ from perdure.errors import InvalidArgument, ProtocolError, ServiceUnavailable, S
 
 SO_PEERPIDFD: Final = 77  # Linux 6.5
 SOCKET_NAME: Final = "perdure.sock"
+_POLL_S: Final = 0.0005  # a timeout of 0 would not look at all
 _CREDENTIALS: Final = struct.Struct("3i")
 _DESCRIPTORS_MAX: Final = limits.message_descriptors_max + 3
 _ANCILLARY_BYTES: Final = socket.CMSG_SPACE(4 * _DESCRIPTORS_MAX)
 
 
-def send(sock: socket.socket, data: bytes, fds: list[int], flags: int = 0) -> None:
+def send(sock: socket.socket, data: bytes, fds: Sequence[int], flags: int = 0) -> None:
     """One message. Raises OSError; BlockingIOError if it does not fit the other side's buffer now."""
     if fds:
         rights = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", fds))]
@@ -54,6 +60,13 @@ def receive(sock: socket.socket, flags: int = 0) -> tuple[bytes, list[int]]:
             f"a message has at most {limits.message_bytes_max} bytes and {_DESCRIPTORS_MAX} descriptors"
         )
     return data, list(fds)
+
+
+def readable(sock: socket.socket) -> bool:
+    """Whether there is something to receive, the end of the connection included."""
+    poll = select.poll()
+    poll.register(sock, select.POLLIN)
+    return bool(poll.poll(0))
 
 
 def peer_of(sock: socket.socket) -> tuple[int, int, int]:
@@ -138,6 +151,35 @@ def connect_unix(path: Path, timeout_s: float | None) -> socket.socket:
     return sock
 
 
+class UnixChannel:
+    """A connection to the service at a path, as `transport.Channel`."""
+
+    def __init__(self, path: Path, until: float):
+        self._sock = connect_unix(path, max(0.001, until - time.monotonic()))
+
+    def send(self, message: bytes, fds: Sequence[int] = (), *, until: float = math.inf) -> None:
+        send(self._sock, message, fds)  # a question fits the buffer of a connection that has none under way
+
+    def receive(self, until: float) -> tuple[bytes, list[int]]:
+        self._sock.settimeout(None if until == math.inf else max(until - time.monotonic(), 0.0) or _POLL_S)
+        try:
+            return receive(self._sock)
+        except BlockingIOError:
+            raise TimeoutError from None
+        finally:
+            self._sock.settimeout(None)
+
+    def ready(self) -> bool:
+        return readable(self._sock)
+
+    def shutdown(self) -> None:
+        with contextlib.suppress(OSError):
+            self._sock.shutdown(socket.SHUT_RDWR)
+
+    def close(self) -> None:
+        self._sock.close()
+
+
 def socket_path(address: str | os.PathLike[str]) -> Path:
     """Of "unix:///path", a socket's path, or a store's directory (its `perdure.sock`)."""
     text = os.fspath(address)
@@ -146,3 +188,27 @@ def socket_path(address: str | os.PathLike[str]) -> Path:
         if path.is_dir():
             return path / SOCKET_NAME
     return path
+
+
+def parse_address(text: str) -> tuple[str, int]:
+    """(host, port) of "HOST:PORT" or "[IPV6]:PORT"; port 0 means any free one. ValueError says what is wrong."""
+    host, colon, port = text.rpartition(":")
+    bare = host.removeprefix("[").removesuffix("]")
+    if not colon or not bare or (":" in bare and not host.startswith("[")):
+        raise ValueError("not an address")
+    if not port.isascii() or not port.isdigit() or int(port) > 65_535:
+        raise ValueError(f"port {port!r} is not a number from 0 to 65535")
+    return bare, int(port)
+
+
+def address_text(host: str, port: int) -> str:
+    """What `parse_address` reads."""
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+
+
+def is_loopback(host: str) -> bool:
+    """Whether only this machine can reach it. A name other than localhost is taken to be reachable."""
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"

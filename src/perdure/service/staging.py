@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from perdure import limits
 from perdure.service import messages as m
-from perdure.service.local import Late, LocalTransport, Run
+from perdure.service.transport import Late, Run, Transport
 
 if TYPE_CHECKING:
     from perdure.service.client import Region
@@ -22,7 +22,7 @@ _WAIT_S_MAX = 3600.0
 
 
 class Staging:
-    def __init__(self, transport: LocalTransport):
+    def __init__(self, transport: Transport):
         self._transport = transport
         self._free: list[tuple[Run, Region]] = []
         self._bytes = 0

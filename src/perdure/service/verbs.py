@@ -69,7 +69,7 @@ class Verbs:
             model=identity.model, weights=identity.weights, layout=identity.layout, tenant=q.tenant,
             lora=identity.lora, draft=identity.draft, codec=q.codec or None,
         )  # fmt: skip
-        mapped = bool(self._core.pool.budget_bytes)
+        mapped = bool(self._core.pool.budget_bytes) and not peer.remote
         if mapped:
             self._domains.get(space.tenant_id)
         number = peer.open_space(space)

@@ -1,8 +1,9 @@
-"""The shared-memory transport: a client's connections to the service beside it.
+"""A client's connections to a service, whatever they are made of (`Channel`): a Unix socket beside it, or TCP.
 
 Contract
 - `ask` sends one question and waits for its answer until the deadline; then it raises `Late`, and the connection is put
   aside until its answer has come: only then is the memory that the question named free again (`settle`).
+- Questions and payload have connections of their own: a lookup never waits behind the bytes of a block.
 - A service that has ended is noticed at once by the thread that listens on the first connection; what was mapped from
   it is dropped, the next call connects anew, within its own deadline. Answers of one run never mix with another's.
 - After fork() the child's copy is unusable and says so.
@@ -11,43 +12,63 @@ Contract
 from __future__ import annotations
 
 import itertools
+import math
 import os
-import select
-import socket
 import threading
 import time
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
-from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from perdure import limits
 from perdure.errors import ProtocolError, ServiceUnavailable, StoreClosed
 from perdure.io.shared import closing
 from perdure.service import messages as m
-from perdure.service import sockets
 
 
 class Late(Exception):
     """The answer did not come by the deadline."""
 
 
+class Channel(Protocol):
+    """One connection, used by one thread at a time. `until`: a reading of time.monotonic(), or infinity."""
+
+    def send(self, message: bytes, fds: Sequence[int] = (), *, until: float = math.inf) -> None:
+        """Raises OSError, TimeoutError among them."""
+
+    def receive(self, until: float) -> tuple[bytes, list[int]]:
+        """One message and the descriptors beside it, which are the caller's to close; empty at the end of the
+        connection. Raises OSError, TimeoutError among them, and ProtocolError."""
+
+    def ready(self) -> bool:
+        """Whether `receive` would not wait."""
+
+    def shutdown(self) -> None:
+        """Let whoever waits on it see its end."""
+
+    def close(self) -> None: ...
+
+
 class Run:
     """One run of the service, as this client knows it: token, connections, and what belongs to it alone."""
 
-    def __init__(self, main: socket.socket, welcome: m.Welcome):
+    def __init__(self, main: Channel, welcome: m.Welcome):
         self.main, self.welcome = main, welcome
-        self.idle: list[socket.socket] = []
-        self.aside: list[tuple[socket.socket, int, Callable[[Any], None]]] = []
+        self.idle: tuple[list[Channel], list[Channel]] = ([], [])  # for questions, for payload
+        self.aside: list[tuple[Channel, int, Callable[[Any], None]]] = []
         self.ended = threading.Event()
 
+    def channels(self) -> list[Channel]:
+        return [self.main, *self.idle[0], *self.idle[1], *(channel for channel, _, _ in self.aside)]
 
-class LocalTransport:
-    """Thread-safe. `messages`: questions sent so far. `on_retired`: told the tenant whose chunks are to be unmapped."""
 
-    def __init__(self, path: Path, name: str, wait_s: float):
-        self.path, self._name = path, name
+class Transport:
+    """Thread-safe. connect: makes a connection by a moment, or raises ServiceUnavailable. where: the address, for
+    messages. `messages`: questions sent so far. `on_retired`: told the tenant whose chunks are to be unmapped."""
+
+    def __init__(self, connect: Callable[[float], Channel], where: str, name: str, wait_s: float):
+        self._channel, self.where, self._name = connect, where, name
         self.messages = 0
         self.on_retired: Callable[[bytes], None] = lambda tenant_id: None
         self._ids = itertools.count(1)
@@ -55,7 +76,7 @@ class LocalTransport:
         self._connecting = threading.Lock()
         self._closed: str | None = None
         self._run: Run | None = None
-        self.run(time.monotonic() + wait_s)
+        self._run = self._connect(time.monotonic() + wait_s, limits.hello_wait_s)
         _transports.add(self)
 
     # --- runs
@@ -68,38 +89,41 @@ class LocalTransport:
             if run is not None and not run.ended.is_set():
                 return run
             if not self._connecting.acquire(timeout=max(0.0, min(deadline - time.monotonic(), 3600.0))):
-                raise ServiceUnavailable(f"{self.path}: the service ended and did not come back in time")
+                raise ServiceUnavailable(f"{self.where}: the service ended and did not come back in time")
             try:
                 if self._run is run:
                     self._run = self._connect(deadline)
             finally:
                 self._connecting.release()
 
-    def _connect(self, deadline: float) -> Run:
+    def _connect(self, deadline: float, patience_s: float = 0.0) -> Run:
+        """patience_s: how long a service that listens may take to answer, at least."""
         while True:
-            left = deadline - time.monotonic()
+            until = max(deadline, time.monotonic() + patience_s)
             try:
-                sock = sockets.connect_unix(self.path, max(0.001, left))
+                channel = self._channel(until)
                 break
             except ServiceUnavailable:
-                if left <= limits.reconnect_wait_s:
+                if deadline - time.monotonic() <= limits.reconnect_wait_s:
                     raise
                 time.sleep(limits.reconnect_wait_s)
         try:
-            sockets.send(sock, m.encode(m.Hello(0, limits.wire_version, self._name)), [])
-            answer = self._receive(sock, 0, max(deadline, time.monotonic() + limits.reconnect_wait_s), [])
+            channel.send(m.encode(m.Hello(0, limits.wire_version, self._name)), until=until)
+            answer = self._receive(channel, 0, until, [])
+            if isinstance(answer, m.Failed):
+                m.raise_failure(answer)
             if not isinstance(answer, m.Welcome):
-                raise ProtocolError(f"{self.path}: the service did not welcome us ({type(answer).__name__})")
+                raise ProtocolError(f"{self.where}: the service did not welcome us ({type(answer).__name__})")
+        except (Late, TimeoutError):
+            channel.close()
+            raise ServiceUnavailable(f"{self.where}: the service does not answer") from None
         except OSError as error:
-            sock.close()
-            raise ServiceUnavailable(f"{self.path}: {error}") from error
-        except Late:
-            sock.close()
-            raise ServiceUnavailable(f"{self.path}: the service does not answer") from None
+            channel.close()
+            raise ServiceUnavailable(f"{self.where}: {error}") from error
         except BaseException:
-            sock.close()
+            channel.close()
             raise
-        run = Run(sock, answer)
+        run = Run(channel, answer)
         threading.Thread(target=_listen, args=(weakref.ref(self), run), name="perdure-client", daemon=True).start()
         return run
 
@@ -120,29 +144,27 @@ class LocalTransport:
 
         Raises Late, ServiceUnavailable (the run has ended), and what the service raised."""
         settle = settle or _ignore
-        number = next(self._ids)
+        number = self.number()
         message = m.encode(question(number))
         try:
             self.collect(run)
-            sock = self._take(run, deadline)
+            channel = self.take(run, deadline)
         except BaseException:  # nothing was sent
             settle(None)
             raise
         fds: list[int] = []
         try:
-            self.messages += 1
-            sockets.send(sock, message, send_fds or [])
-            answer = self._receive(sock, number, deadline, fds)
+            channel.send(message, send_fds or (), until=deadline)
+            answer = self._receive(channel, number, deadline, fds)
         except OSError as error:
-            sock.close()
+            channel.close()
             settle(None)
-            raise ServiceUnavailable(f"{self.path}: the service ended ({error})") from error
+            raise ServiceUnavailable(f"{self.where}: the service ended ({error})") from error
         except BaseException:  # late, or interrupted: the service may still be at work on it
             with self._lock:
-                run.aside.append((sock, number, settle))
+                run.aside.append((channel, number, settle))
             raise
-        with self._lock:
-            run.idle.append(sock)
+        self.give(run, channel)
         try:
             with closing(fds):
                 if isinstance(answer, m.Failed):
@@ -154,48 +176,58 @@ class LocalTransport:
             raise
         return answer
 
+    def number(self) -> int:
+        """Of the next question."""
+        self.messages += 1
+        return next(self._ids)
+
     def tell(self, run: Run, message: m.Message) -> None:
         """Send what needs no answer; nothing happens if the run has ended."""
         with suppress(OSError, ServiceUnavailable, Late):
-            sock = self._take(run, time.monotonic() + limits.send_wait_s)
+            until = time.monotonic() + limits.send_wait_s
+            channel = self.take(run, until)
             try:
                 self.messages += 1
-                sockets.send(sock, m.encode(message), [])
+                channel.send(m.encode(message), until=until)
             except OSError:
-                sock.close()
+                channel.close()
                 raise
-            with self._lock:
-                run.idle.append(sock)
+            self.give(run, channel)
 
-    def _take(self, run: Run, deadline: float) -> socket.socket:
+    def take(self, run: Run, deadline: float, *, payload: bool = False) -> Channel:
+        """A connection for one question; to be given back, or closed. Raises ServiceUnavailable, Late."""
         with self._lock:
             if run.ended.is_set():
-                raise ServiceUnavailable(f"{self.path}: the service ended")
-            if run.idle:
-                return run.idle.pop()
-        sock = sockets.connect_unix(self.path, max(0.001, deadline - time.monotonic()))
+                raise ServiceUnavailable(f"{self.where}: the service ended")
+            if run.idle[payload]:
+                return run.idle[payload].pop()
+        channel = self._channel(deadline)
         try:
-            sockets.send(sock, m.encode(m.Join(0, run.welcome.client)), [])
-            answer = self._receive(sock, 0, deadline, [])
+            channel.send(m.encode(m.Join(0, run.welcome.client)), until=deadline)
+            answer = self._receive(channel, 0, deadline, [])
             if isinstance(answer, m.Failed):
                 m.raise_failure(answer)
         except BaseException as error:
-            sock.close()
+            channel.close()
             if isinstance(error, OSError):
-                raise ServiceUnavailable(f"{self.path}: {error}") from error
+                raise ServiceUnavailable(f"{self.where}: {error}") from error
             raise
-        return sock
+        return channel
 
-    def _receive(self, sock: socket.socket, number: int, deadline: float, fds: list[int]) -> Any:
+    def give(self, run: Run, channel: Channel, *, payload: bool = False) -> None:
+        with self._lock:
+            kept = not run.ended.is_set()
+            if kept:
+                run.idle[payload].append(channel)
+        if not kept:
+            channel.close()
+
+    def _receive(self, channel: Channel, number: int, deadline: float, fds: list[int]) -> Any:
         while True:
-            left = deadline - time.monotonic()
-            sock.settimeout(max(left, 0.0) or 0.0005)
             try:
-                data, received = sockets.receive(sock)
-            except (TimeoutError, BlockingIOError):
+                data, received = channel.receive(deadline)
+            except TimeoutError:
                 raise Late from None
-            finally:
-                sock.settimeout(None)
             fds += received
             if not data:
                 raise ConnectionResetError("end of the connection")
@@ -209,21 +241,19 @@ class LocalTransport:
             return
         with self._lock:
             aside, run.aside = run.aside, []
-        for sock, number, settle in aside:
-            readable, _, _ = select.select([sock], [], [], 0)
-            if not readable:
+        for channel, number, settle in aside:
+            if not channel.ready():
                 with self._lock:
-                    run.aside.append((sock, number, settle))
+                    run.aside.append((channel, number, settle))
                 continue
             fds: list[int] = []
             answer = None
             try:
                 with closing(fds):
-                    answer = self._receive(sock, number, time.monotonic(), fds)
-                with self._lock:
-                    run.idle.append(sock)
+                    answer = self._receive(channel, number, time.monotonic(), fds)
+                self.give(run, channel)
             except (OSError, ProtocolError, Late):
-                sock.close()
+                channel.close()
             settle(answer)
 
     def __del__(self) -> None:
@@ -241,12 +271,11 @@ class LocalTransport:
     def _end(self, run: Run) -> None:
         run.ended.set()
         with self._lock:
-            every = [run.main, *run.idle, *(sock for sock, _, _ in run.aside)]
-            aside, run.aside, run.idle = run.aside, [], []
-        for sock in every:
-            with suppress(OSError):
-                sock.shutdown(socket.SHUT_RDWR)
-            sock.close()
+            every = run.channels()
+            aside, run.aside, run.idle = run.aside, [], ([], [])
+        for channel in every:
+            channel.shutdown()
+            channel.close()
         for _, _, settle in aside:
             settle(None)
 
@@ -255,19 +284,19 @@ class LocalTransport:
             self._closed = "connected by the parent process; connect again in this one"
             run = self._run
             if run is not None:
-                for sock in (run.main, *run.idle, *(sock for sock, _, _ in run.aside)):
-                    sock.close()
+                for channel in run.channels():
+                    channel.close()
 
 
 def _ignore(answer: Any) -> None:
     """Nothing to settle."""
 
 
-def _listen(owner: weakref.ref[LocalTransport], run: Run) -> None:
+def _listen(owner: weakref.ref[Transport], run: Run) -> None:
     """Wait on a run's first connection for its end, and for news."""
     while True:
         try:
-            data, fds = sockets.receive(run.main)
+            data, fds = run.main.receive(math.inf)
         except (OSError, ProtocolError):
             data, fds = b"", []
         for fd in fds:
@@ -284,7 +313,7 @@ def _listen(owner: weakref.ref[LocalTransport], run: Run) -> None:
         transport._end(run)  # noqa: SLF001 (same module)
 
 
-_transports: weakref.WeakSet[LocalTransport] = weakref.WeakSet()
+_transports: weakref.WeakSet[Transport] = weakref.WeakSet()
 
 
 def _after_fork() -> None:

@@ -1,0 +1,261 @@
+"""The data node: the same store, for hosts that reach it by TCP (`perdure serve --listen HOST:PORT`).
+
+Contract
+- A thread per connection, which reads, does and answers itself; a host that stalls is cut off after `limits.stall_s`.
+  At most `limits.transfers_inflight_max` of them hold blocks at a time; who gets no turn by its deadline is late.
+- A `Get` is answered by frames of at most `limits.frame_blocks_bytes_max`: while one is on its way the next is read.
+- A client ends with the connection of its hello; hosts that vanish are noticed by the kernel's keepalive.
+- Without TLS it binds loopback only: whoever reaches the port may ask for any tenant's blocks.
+"""
+
+from __future__ import annotations
+
+import logging
+import socket
+import ssl
+import threading
+import time
+from contextlib import suppress
+from typing import TYPE_CHECKING, Any
+
+from perdure import limits
+from perdure.errors import ConfigError, PerdureError, ProtocolError, ServiceBusy, StorePathError
+from perdure.reports import WriteStatus
+from perdure.segments.landing import BlockStatus
+from perdure.service import messages as m
+from perdure.service import streams
+from perdure.service.outgoing import Lot, gather
+from perdure.service.peers import Peer
+from perdure.service.sockets import is_loopback
+from perdure.service.streams import Stream
+
+if TYPE_CHECKING:
+    from perdure.service.server import Server
+
+_LOG = logging.getLogger("perdure.node")
+_ALLOWED = (
+    m.OpenSpace, m.Lookup, m.Present, m.Reserve, m.EndLease, m.Pin, m.Unpin, m.Hint, m.Advise, m.Status, m.Explain,
+    m.ExplainPrefix, m.Sync,
+)  # fmt: skip
+_PROBLEMS_MAX = 64  # told per frame
+
+
+class Node:
+    """The listener of one service. Binds at once, answers after `start`. `address`: (host, port) it is bound to."""
+
+    def __init__(self, server: Server, host: str, port: int, tls: streams.TlsFiles | None):
+        if tls is None and not is_loopback(host):
+            raise ConfigError(f"listen={host}:{port}: other machines could reach the store without TLS")
+        self._tls = None if tls is None else tls.context(server=True)
+        self._server = server
+        try:
+            family = socket.AF_INET6 if ":" in host else socket.AF_INET
+            self._listener = socket.create_server((host, port), family=family, backlog=256)
+        except OSError as error:
+            raise StorePathError(
+                f"listen={host}:{port}: {error.strerror}; choose a free address of this host"
+            ) from error
+        self.address: tuple[str, int] = self._listener.getsockname()[:2]
+        self._lock = threading.Lock()
+        self._turns = threading.BoundedSemaphore(limits.transfers_inflight_max)
+        self._streams: dict[Any, threading.Thread] = {}  # socket or stream -> its thread
+        self._stopping = False
+        self._thread = threading.Thread(target=self._accept, name="perdure-node", daemon=True)
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def stop(self, drain_s: float) -> None:
+        """No new questions; those that are running end, within `drain_s`; then all connections are cut."""
+        with self._lock:
+            if self._stopping:
+                return
+            self._stopping = True
+            open_now = dict(self._streams)
+        with suppress(OSError):
+            self._listener.shutdown(socket.SHUT_RDWR)
+        self._listener.close()
+        give_up = time.monotonic() + drain_s
+        for how in (socket.SHUT_RD, socket.SHUT_RDWR):
+            for stream, thread in open_now.items():
+                with suppress(OSError):
+                    stream.shutdown(how)
+                thread.join(max(0.0 if how == socket.SHUT_RD else 1.0, give_up - time.monotonic()))
+
+    @property
+    def connections(self) -> int:
+        return len(self._streams)
+
+    # --- connections
+    def _accept(self) -> None:
+        while True:
+            try:
+                sock, address = self._listener.accept()
+            except OSError:
+                if self._stopping:
+                    return
+                _LOG.exception("a connection could not be accepted")
+                time.sleep(0.1)
+                continue
+            thread = threading.Thread(target=self._greet, args=(sock, address), name="perdure-node-host", daemon=True)
+            with self._lock:
+                welcome = not self._stopping and self._server.room()
+                if welcome:
+                    self._streams[sock] = thread
+            if welcome:
+                thread.start()
+            else:
+                sock.close()
+
+    def _greet(self, sock: socket.socket, address: Any) -> None:
+        stream = Stream(sock)
+        try:
+            streams.tune(sock)
+            until = time.monotonic() + limits.hello_wait_s
+            if self._tls is not None:
+                stream = streams.accept_tls(sock, self._tls, until)
+                with self._lock:
+                    self._streams[stream] = self._streams.pop(sock)
+            self._host(stream, until, f"{address[0]}:{address[1]}")
+        except (ssl.SSLError, TimeoutError) as error:
+            _LOG.warning("a host was refused: %s", error)
+        except OSError:
+            pass  # it is gone
+        except Exception:  # noqa: BLE001 (the other hosts are still to be served)
+            _LOG.exception("a host could not be served")
+        finally:
+            stream.close()
+            with self._lock:
+                self._streams.pop(sock, None)
+                self._streams.pop(stream, None)
+
+    def _host(self, stream: Stream, until: float, address: str) -> None:
+        """Serve one connection to its end."""
+        data, payload = stream.receive_frame(until)
+        if not data:
+            return
+        peer, mine = None, False
+        try:
+            question = m.decode_question(data)
+            if payload:
+                raise ProtocolError("a greeting has no payload")
+            peer, answer = self._server.greet(question, remote=address)
+            mine = isinstance(question, m.Hello)
+            stream.send(m.encode(answer), until=until)
+            while not self._stopping and self._one(stream, peer):
+                pass
+        except PerdureError as error:  # not the protocol: nothing more can be made of what comes
+            stream.send(m.encode(m.failure(0, error)), until=time.monotonic() + limits.send_wait_s)
+        finally:
+            if peer is not None:
+                (self._server.dismiss if mine else self._server.left)(peer)
+
+    def _one(self, stream: Stream, peer: Peer) -> bool:
+        """One question and its answer; False at the end of the connection."""
+        data, payload = stream.receive_frame(float("inf"), limits.stall_s)
+        if not data or peer.ended:
+            return False
+        since = time.monotonic()
+        question = m.decode_question(data)
+        if payload and not isinstance(question, m.Put):
+            raise ProtocolError(f"a {type(question).__name__} has no payload")
+        try:
+            if isinstance(question, m.Get):
+                summary = self._get(stream, peer, question, since)
+            else:
+                if isinstance(question, m.Put):
+                    summary = self._put(stream, peer, question, payload, since)
+                elif isinstance(question, _ALLOWED):
+                    summary, _ = self._server.verbs.answer(peer, question, [])
+                else:
+                    raise ProtocolError(f"{type(question).__name__} is no question for another host")
+                stream.send(self._encoded(summary), until=since + limits.stall_s)
+        except OSError:
+            raise
+        except Exception as error:  # noqa: BLE001 (a question must not end the connection)
+            if not isinstance(error, PerdureError):
+                _LOG.exception("a question failed")
+            summary = m.failure(question.id, error)
+            stream.send(m.encode(summary), until=time.monotonic() + limits.stall_s)
+        self._server.note(peer, question, summary, time.monotonic() - since)
+        return True
+
+    def _encoded(self, answer: m.Message) -> bytes:
+        data = m.encode(answer)
+        if len(data) > limits.message_bytes_max:
+            data = m.encode(m.failure(answer.id, ServiceBusy("the answer is longer than a message; ask for less")))
+        return data
+
+    # --- moving blocks
+    def _get(self, stream: Stream, peer: Peer, q: m.Get, since: float) -> m.Message:
+        space, keys = peer.space(q.space), m.keys_of(q.keys)
+        until = since + _seconds(q.left_s)
+        size, core = space.layout.block_bytes, self._server.core
+        step = max(1, limits.frame_blocks_bytes_max // size)
+        total = m.Delivered(q.id, b"", 0, {}, 0)
+        for first in range(0, max(1, len(keys)), step):
+            part = keys[first : first + step]
+            last = first + step >= len(keys)
+            if not self._turns.acquire(timeout=max(0.0, until - time.monotonic())):
+                late = bytes([BlockStatus.LATE]) * (len(keys) - first)
+                stream.send(m.encode(m.Sent(q.id, late, b"", b"", 0, {}, True)), until=until + limits.stall_s)
+                total.statuses += late
+                break
+            try:
+                lot = gather(core, space, part, deadline_s=max(0.0, until - time.monotonic()))
+                try:
+                    sent = _sent(q.id, lot, last)
+                    stream.send(m.encode(sent), payload=lot.payload(), until=time.monotonic() + limits.stall_s)
+                    lot.keep()
+                finally:
+                    lot.release()
+            finally:
+                self._turns.release()
+            total.statuses += sent.statuses
+            total.from_memory += sent.from_memory
+        return total
+
+    def _put(self, stream: Stream, peer: Peer, q: m.Put, payload: int, since: float) -> m.Message:
+        """The payload is received whatever becomes of the question: the next one comes after it."""
+        receive_by = since + limits.stall_s
+        try:
+            space, keys = peer.space(q.space), m.keys_of(q.keys)
+            until = since + _seconds(q.left_s)
+            size = space.layout.block_bytes
+            if payload != len(keys) * size:
+                raise ProtocolError(f"{payload} bytes of payload for {len(keys)} blocks of {size} bytes")
+        except PerdureError:
+            stream.skip(payload, receive_by)
+            raise
+        if not self._turns.acquire(timeout=max(0.0, until - time.monotonic())):
+            stream.skip(payload, receive_by)
+            return m.Written(q.id, bytes([WriteStatus.LATE]) * len(keys), 0, 0, {})
+        lease = self._server.core.scratch.take(payload)
+        try:
+            blocks = [[lease.view[at : at + size]] for at in range(0, payload, size)]
+            stream.fill([part for parts in blocks for part in parts], receive_by)
+            report = space.write(
+                keys, blocks, durability=q.durability, ttl_s=q.ttl_s, deadline_s=max(0.0, until - time.monotonic()),
+                lease=None if q.lease is None else m.lease_of(q.lease),
+            )  # fmt: skip
+        finally:
+            self._turns.release()
+            del blocks
+            lease.give_back()
+        reasons = dict(list(report.reasons.items())[:_PROBLEMS_MAX])
+        return m.Written(q.id, report.statuses.tobytes(), report.stored, report.stored_bytes, reasons)
+
+
+def _sent(number: int, lot: Lot, last: bool) -> m.Sent:
+    report, encoded = lot.report, bool(lot.codecs.any())
+    return m.Sent(
+        number, report.statuses.tobytes(), lot.codecs.tobytes() if encoded else b"",
+        lot.stored.tobytes() if encoded else b"", report.from_memory,
+        dict(list(report.problems.items())[:_PROBLEMS_MAX]), last,
+    )  # fmt: skip
+
+
+def _seconds(left_s: float) -> float:
+    if not 0 <= left_s <= limits.deadline_s_max:
+        raise ProtocolError(f"left_s={left_s}: must be seconds from now")
+    return left_s
