@@ -185,7 +185,9 @@ def rows(plan: Plan, base: Path, step: Callable[[str], None]) -> list[Row]:
         finally:
             crowd.end()
     active = plan.processes * plan.threads
-    what = f"view of 1 block of {size_name(BLOCK_BYTES)} and its release, {active} active clients and {plan.idle:,} idle"
+    what = (
+        f"view of 1 block of {size_name(BLOCK_BYTES)} and its release, {active} active clients and {plan.idle:,} idle"
+    )
     note = "informs"
     return [
         row(
@@ -193,7 +195,7 @@ def rows(plan: Plan, base: Path, step: Callable[[str], None]) -> list[Row]:
             "calls/s",
             [one.calls_per_s for one in many],
             [one.calls_per_s for one in alone],
-            f"the {active} active clients alone",
+            f"the {active} clients alone",
             note=note,
         ),
         row(
@@ -201,7 +203,7 @@ def rows(plan: Plan, base: Path, step: Callable[[str], None]) -> list[Row]:
             "ms",
             [one.p99_ms for one in many],
             [one.p99_ms for one in alone],
-            f"the {active} active clients alone",
+            f"the {active} clients alone",
             better="lower",
             note=note,
         ),

@@ -1,7 +1,7 @@
 """Perdure's data node as a worker: a service in a process of its own, asked over TCP by another host's client.
 
-Contract: as every worker. Blocks are put through the same connection before anything is timed, and stay in the service's
-DRAM; every block is verified by the client. The service ends with the worker.
+Contract: as every worker. Blocks are put through the same connection before anything is timed, and stay in the
+service's DRAM. The service ends with the worker.
 """
 
 from __future__ import annotations

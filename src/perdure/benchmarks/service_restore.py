@@ -5,8 +5,9 @@ Contract
   same ranges of them, no range twice, in calls of the same batch. Both have a DRAM tier of the same size that was
   filled before. Reads of the disk are O_DIRECT. No block comes from DRAM, which is checked.
 - Service, client and embedded store are three processes; readers take turns and are stopped while the other one reads.
-- Reference: the embedded store's direct read into memory of its caller, its fastest way, except for the service's copy
-  into private memory, which has a row against each of the embedded ways: direct, and through the DRAM tier with a copy.
+- Reference: the embedded store's direct read into memory of its caller (`perdure.aligned_buffer`), its fastest way. The
+  service's copy into private memory has a row against each of the embedded ways: through the DRAM tier with a copy,
+  which is the same work, and direct.
 - CPU seconds are those of the reading process: what an engine spends. The service's own are not part of them.
 """
 

@@ -29,7 +29,7 @@ NAMES = {
     "mooncake": f"Mooncake {MOONCAKE}, TCP, batch_get_into",
     "lmcache": f"LMCache {peers.LMCACHE} server",
 }
-SCRIPTS = {"mooncake": "service_mooncake.py", "lmcache": "service_lmcache.py"}
+SCRIPTS = {"bare": "service_bare.py", "mooncake": "service_mooncake.py", "lmcache": "service_lmcache.py"}
 
 
 def install_mooncake(cache_dir: Path) -> Path:
@@ -55,25 +55,23 @@ class Systems:
         self.failed: dict[str, str] = {}
         self.workers: list[Worker] = []
         alone = _no_namespace()
-        self._prefix = [] if alone else [sys.executable, service_lonet.__file__]
-        self._own(OURS, "service_node")
-        self._own("bare", "service_bare")
-        for key in (name for name in SCRIPTS if name in wanted):
+        prefix = [] if alone else [sys.executable, service_lonet.__file__]
+        ours = [*prefix, sys.executable, "-m", "perdure.benchmarks.service_node"]
+        self.workers.append(Worker(OURS, ours, own=True))
+        for key in wanted:
             if key == "mooncake" and alone:
                 self.failed[key] = f"it binds all interfaces, and {alone}"
                 continue
-            step(f"environment of {NAMES[key]}")
             try:
-                python = INSTALLS[key](cache_dir)
+                python = Path(sys.executable)
+                if key in INSTALLS:
+                    step(f"environment of {NAMES[key]}")
+                    python = INSTALLS[key](cache_dir)
             except PeerFailed as error:
                 self.failed[key] = str(error)
                 continue
-            script = str(Path(service_lonet.__file__).with_name(SCRIPTS[key]))
-            self.workers.append(Worker(key, [*self._prefix, str(python), script]))
-
-    def _own(self, key: str, module: str) -> None:
-        command = [*self._prefix, sys.executable, "-m", f"perdure.benchmarks.{module}"]
-        self.workers.append(Worker(key, command, own=True))
+            script = Path(service_lonet.__file__).with_name(SCRIPTS[key])
+            self.workers.append(Worker(key, [*prefix, str(python), str(script)]))
 
     def end(self) -> None:
         for worker in self.workers:
@@ -111,7 +109,7 @@ def rows(
 ) -> list[Row]:
     """All rows of this module, for the peers `wanted`. cache_dir: where peers' environments are, or may be put; None:
     no peer that needs one."""
-    known = wanted if cache_dir is not None else [key for key in wanted if key not in SCRIPTS]
+    known = wanted if cache_dir is not None else [key for key in wanted if key not in INSTALLS]
     systems = Systems(cache_dir or base, known, step)
     systems.failed |= {key: "its environment was not asked for" for key in wanted if key not in known}
     made: list[Row] = []
