@@ -17,7 +17,7 @@ from perdure.benchmarks.service_host import Host
 from perdure.errors import ServiceUnavailable
 from perdure.limits import GIB
 
-POOL_BYTES = 2 * GIB
+POOL_BYTES = GIB
 ADDRESS = "127.0.0.1:0"
 
 
