@@ -175,8 +175,9 @@ def _all(workers: Sequence[Worker], questions: Sequence[dict[str, Any]]) -> list
 def rows(plan: Plan, base: Path, step: Callable[[str], None]) -> list[Row]:
     """All rows of this module."""
     clients = plan.idle + plan.processes * plan.threads + 1
-    raise_descriptors(DESCRIPTORS_PER_CLIENT * clients + 256)
-    with Host(base / "clients", memory=POOL_BYTES, clients_max=CONNECTIONS_PER_CLIENT * clients) as host:
+    most = CONNECTIONS_PER_CLIENT * clients
+    raised = partial(raise_descriptors, DESCRIPTORS_PER_CLIENT * clients + 256)
+    with Host(base / "clients", memory=POOL_BYTES, clients_max=most, preexec=raised) as host:
         crowd = Crowd(plan, str(host.socket))
         try:
             step("clients at work")
@@ -185,9 +186,7 @@ def rows(plan: Plan, base: Path, step: Callable[[str], None]) -> list[Row]:
         finally:
             crowd.end()
     active = plan.processes * plan.threads
-    what = (
-        f"view of 1 block of {size_name(BLOCK_BYTES)} and its release, {active} active clients and {plan.idle:,} idle"
-    )
+    what = f"view of 1 block of {size_name(BLOCK_BYTES)} and its release, {active} clients at work, {plan.idle:,} idle"
     note = "informs"
     return [
         row(

@@ -70,4 +70,8 @@ class DataNode:
 
 
 if __name__ == "__main__":
-    serve(DataNode())
+    node = DataNode()
+    try:
+        serve(node)
+    finally:
+        node.close()

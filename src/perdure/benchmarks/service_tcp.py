@@ -14,6 +14,7 @@ from __future__ import annotations
 import subprocess
 import sys
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from pathlib import Path
 
 from perdure.benchmarks import peers, service_lonet
@@ -75,6 +76,8 @@ class Systems:
 
     def end(self) -> None:
         for worker in self.workers:
+            with suppress(PeerFailed):
+                worker.ask("close")
             worker.end()
 
 
