@@ -9,7 +9,6 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +17,8 @@ import pytest
 from support.served import ServedStore, serving
 
 import perdure
-from perdure.errors import InvalidArgument, ServiceUnavailable, StoreClosed, StorePathError
+from perdure import RemoteStore
+from perdure.errors import InvalidArgument, ServiceUnavailable, StorePathError
 from perdure.io.shared import SharedMemory, map_fd
 from perdure.limits import MIB
 from perdure.pool.memory import SharedChunk
@@ -36,18 +36,28 @@ from perdure.testing.store import (
     read,
     write,
 )
-
-
-def until(condition: Callable[[], bool], seconds: float = 20.0) -> None:
-    give_up = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < give_up, "it did not happen"
-        time.sleep(0.01)
+from perdure.testing.transport import ServiceProcess, TransportConformance, until
 
 
 class TestServed(StoreConformance):
     def make_store(self, directory: Path, **options: Any) -> Any:
         return ServedStore(directory, **options)
+
+
+class TestUnix(TransportConformance):
+    def connect(self, service: ServiceProcess) -> RemoteStore:
+        return perdure.connect(service.address("unix"))
+
+    def test_a_stopped_service_does_not_keep_its_memory_from_being_read(
+        self, service: ServiceProcess, client: RemoteStore
+    ) -> None:
+        space = keyspace(client)
+        keys = chain(space, 1, 6)
+        write(space, keys)
+        assert read(space, keys) == [FOUND] * 6
+        service.stop()
+        assert space.lookup(keys) == 6
+        assert read(space, keys, deadline_s=1.0) == [FOUND] * 6
 
 
 # --- without messages
@@ -307,69 +317,6 @@ def test_a_service_that_was_replaced_is_found_again(tmp_path: Path) -> None:
                 assert not space.end_lease(lease)
             finally:
                 second.stop()
-
-
-def stopped(pid: int) -> bool:
-    """Whether every thread of a process has stopped."""
-    states = [path.read_text().rpartition(")")[2].split()[0] for path in Path(f"/proc/{pid}/task").glob("*/stat")]
-    return set(states) == {"T"}
-
-
-def test_a_stopped_service_makes_calls_late(tmp_path: Path) -> None:
-    code = (
-        "import sys, time, perdure\n"
-        f"sys.path.insert(0, {str(Path(__file__).parent)!r})\n"
-        "from pathlib import Path\n"
-        "from support.served import serving\n"
-        "with serving(Path(sys.argv[1])):\n"
-        "    print('ready', flush=True)\n"
-        "    time.sleep(600)\n"
-    )
-    path = tmp_path / "s"
-    with subprocess.Popen([sys.executable, "-c", code, str(path)], stdout=subprocess.PIPE) as service:
-        try:
-            assert service.stdout is not None
-            assert service.stdout.readline() == b"ready\n"
-            with perdure.connect(path) as client:
-                space = keyspace(client)
-                keys = chain(space, 1, 6)
-                assert write(space, keys) == [STORED] * 6
-                assert read(space, keys) == [FOUND] * 6
-                unknown = chain(space, 2, 3)
-                os.kill(service.pid, signal.SIGSTOP)
-                until(lambda: stopped(service.pid))
-                report = space.read(unknown, into=bytearray(3 * 8192), deadline_s=0.2)
-                assert report.count(perdure.BlockStatus.LATE) == 3
-                assert read(space, keys, deadline_s=1.0) == [FOUND] * 6  # they are in memory: nobody is asked
-                late = space.write(unknown, blocks_of(unknown), deadline_s=0.2)
-                assert late.count(perdure.WriteStatus.LATE) == 3
-                os.kill(service.pid, signal.SIGCONT)
-                until(lambda: bool(read(space, keys)) and space.write(unknown, blocks_of(unknown)).durable)
-                service.kill()
-                service.wait()
-                assert space.lookup(chain(space, 3, 2)) == 0
-                begun = space.read(unknown, into=bytearray(3 * 8192), deadline_s=0.3)
-                assert begun.count(perdure.BlockStatus.FOUND) in (0, 3)  # mapped still, or noticed already
-        finally:
-            service.kill()
-
-
-def test_a_forked_child_is_told_to_connect_by_itself(tmp_path: Path) -> None:
-    with serving(tmp_path / "s"), perdure.connect(tmp_path / "s") as client:
-        space = keyspace(client)
-        keys = chain(space, 1, 2)
-        write(space, keys)
-        child = os.fork()
-        if child == 0:
-            code = 1
-            try:
-                client.status()
-            except StoreClosed:
-                code = 0
-            finally:
-                os._exit(code)
-        assert os.waitpid(child, 0)[1] == 0
-        assert read(space, keys) == [FOUND] * 2
 
 
 # --- sockets and hostile clients

@@ -13,7 +13,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, NoReturn, cast
+from typing import Any, NoReturn, TypeVar, cast
 
 import numpy as np
 from numpy.typing import NDArray
@@ -30,6 +30,7 @@ from perdure.service.remote_reads import GRACE_S, Call
 from perdure.service.streams import Stream
 from perdure.service.transport import Late
 
+T = TypeVar("T")
 _FOUND, _CORRUPT = int(BlockStatus.FOUND), int(BlockStatus.CORRUPT)
 
 
@@ -53,7 +54,7 @@ class DistantKeyspace(RemoteKeyspace):
             for part in self._rounds(np.flatnonzero(todo).tolist(), limits.deadline_s_max * limits.GIB):
                 self._get(call, keys, part, blocks, deadline, report, todo)
 
-        self._persist(go_on, deadline)
+        self._again(go_on, deadline)
 
     def _get(
         self, call: Call, keys: KeyArray, part: list[int], blocks: list[Parts], deadline: float | None,
@@ -123,7 +124,7 @@ class DistantKeyspace(RemoteKeyspace):
                     note(report, part, self._expect(data, number, m.Written))
                 todo[part] = False
 
-        self._persist(go_on, deadline)
+        self._again(go_on, deadline)
 
     # --- connections
     @contextmanager
@@ -155,8 +156,7 @@ class DistantKeyspace(RemoteKeyspace):
             raise ProtocolError(f"{self._store.where}: {type(answer).__name__} is no answer to the question")
         return answer
 
-    def _persist(self, go_on: Callable[[], None], deadline: float | None) -> None:
-        """Again after a failed connection, as long as there is time. Raises ServiceUnavailable, Late."""
+    def _again(self, go_on: Callable[[], T], deadline: float | None) -> T:
         give_up = time.monotonic() + limits.reconnect_s_default if deadline is None else deadline
         while True:
             try:

@@ -10,7 +10,7 @@ import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -28,6 +28,7 @@ from perdure.service.remote_reads import GRACE_S, Call, Extents, RemoteReads
 from perdure.service.staging import STAGED_BYTES
 from perdure.service.transport import Late, Run
 
+T = TypeVar("T")
 _CALL_THREADS = 4
 
 
@@ -79,12 +80,11 @@ class RemoteKeyspace(RemoteReads):
         array = naming.check_keys(keys)
         found = 0
         try:
-            call = self.begin()
-            maps = self._maps(call)
+            maps = self._maps(self.begin())
             found, sure = (0, False) if maps is None else maps.prefix(array)
             while found < len(array) and not sure:
                 part = array[found : found + limits.message_keys_max]
-                more = self._ask(call, m.Lookup, call.space, part.tobytes()).count
+                more = self._question(m.Lookup, part.tobytes()).count
                 found += more
                 if more < len(part):
                     break
@@ -94,20 +94,26 @@ class RemoteKeyspace(RemoteReads):
 
     def present(self, keys: KeyArray | Sequence[bytes]) -> NDArray[np.bool_]:
         """As `Keyspace.present`. Raises ServiceUnavailable."""
-        call = self.begin()
-        masks = [self._ask(call, m.Present, call.space, part.tobytes()).mask for part in _cut(naming.check_keys(keys))]
+        masks = [self._question(m.Present, part.tobytes()).mask for part in _cut(naming.check_keys(keys))]
         return np.frombuffer(b"".join(masks), np.bool_).copy()
 
     def advise(self, keys: KeyArray | Sequence[bytes], *, prefill_tokens_per_s: float) -> Advice:
         """As `Keyspace.advise`, for the first `limits.message_keys_max` keys. Raises ServiceUnavailable."""
         check_seconds(prefill_tokens_per_s, "prefill_tokens_per_s", math.inf)
         names = naming.check_keys(keys)[: limits.message_keys_max].tobytes()
-        call = self.begin()
-        a = self._ask(call, m.Advise, call.space, names, float(prefill_tokens_per_s))
+        a = self._question(m.Advise, names, float(prefill_tokens_per_s))
         return Advice(a.blocks, a.load_s, a.recompute_s, a.reason)
 
-    def _ask(self, call: Call, kind: Callable[..., m.Message], *fields: Any) -> Any:
-        return self._store.ask(call.run, lambda number: kind(number, *fields), call.until)
+    def _question(self, kind: Callable[..., m.Message], *fields: Any) -> Any:
+        """Ask what may be asked again."""
+        return self._again(lambda: self._ask_of(self.begin(), kind, *fields), None)
+
+    def _ask_of(self, call: Call, kind: Callable[..., m.Message], *fields: Any) -> Any:
+        return self._store.ask(call.run, lambda number: kind(number, call.space, *fields), call.until)
+
+    def _again(self, go_on: Callable[[], T], deadline: float | None) -> T:
+        """Do it; where connections fail by themselves, do it again after a failure while there is time."""
+        return go_on()
 
     # --- writing
     def write(
@@ -225,28 +231,27 @@ class RemoteKeyspace(RemoteReads):
         if not len(array):
             raise InvalidArgument("reserve: no keys, so there is nothing to reserve")
         check_seconds(ttl_s, "ttl_s", limits.lease_ttl_s_max)
-        call = self.begin()
-        got = self._ask(call, m.Reserve, call.space, array[-1:].tobytes(), float(ttl_s)).lease
+        got = self._ask_of(self.begin(), m.Reserve, array[-1:].tobytes(), float(ttl_s)).lease
         return None if got is None else m.lease_of(got)
 
     def end_lease(self, lease: Lease) -> bool:
         """As `Keyspace.end_lease`."""
         check_lease(lease)
-        return bool(self._ask(self.begin(), m.EndLease, m.pack_lease(lease)).yes)
+        call, data = self.begin(), m.pack_lease(lease)
+        return bool(self._store.ask(call.run, lambda number: m.EndLease(number, data), call.until).yes)
 
     def pin(self, keys: KeyArray | Sequence[bytes], *, ttl_s: float) -> RemotePin:
         """As `Keyspace.pin`; at most `limits.message_keys_max` keys."""
         names = naming.check_keys(keys).tobytes()
         check_seconds(ttl_s, "ttl_s", limits.pin_ttl_s_max)
         call = self.begin()
-        pin_id = self._ask(call, m.Pin, call.space, names, float(ttl_s)).number
+        pin_id = self._ask_of(call, m.Pin, names, float(ttl_s)).number
         return RemotePin(self._store, call.run, pin_id, time.clock_gettime(time.CLOCK_BOOTTIME) + ttl_s)
 
     def release(self, keys: KeyArray | Sequence[bytes]) -> None:
         """Hint: this session is over, evict its blocks first."""
-        call = self.begin()
         for part in _cut(naming.check_keys(keys)):
-            self._ask(call, m.Hint, call.space, part.tobytes())
+            self._question(m.Hint, part.tobytes())
 
 
 class Terms(NamedTuple):

@@ -172,6 +172,9 @@ class UnixChannel:
     def ready(self) -> bool:
         return readable(self._sock)
 
+    def usable(self) -> bool:
+        return True  # the thread that listens on the first connection sees the service's end
+
     def shutdown(self) -> None:
         with contextlib.suppress(OSError):
             self._sock.shutdown(socket.SHUT_RDWR)

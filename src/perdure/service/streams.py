@@ -156,6 +156,9 @@ class Stream:
     def ready(self) -> bool:
         return self._broken or sockets.readable(self._sock)
 
+    def usable(self) -> bool:
+        return not self.ready()  # nobody speaks unasked, but the end of the connection
+
     def shutdown(self, how: int = socket.SHUT_RDWR) -> None:
         with suppress(OSError):
             socket.socket.shutdown(self._sock, how)  # not SSLSocket's, after which a send would be in the clear
@@ -223,6 +226,8 @@ class TlsFiles(NamedTuple):
         made = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER if server else ssl.PROTOCOL_TLS_CLIENT)
         made.minimum_version = ssl.TLSVersion.TLSv1_3
         made.verify_mode = ssl.CERT_REQUIRED
+        if server:
+            made.num_tickets = 0
         try:
             made.load_cert_chain(self.cert, self.key, password=lambda: b"")  # never ask at the terminal
         except (OSError, ValueError) as error:
@@ -248,7 +253,7 @@ def tune(sock: socket.socket) -> None:
 
 
 def connect_tcp(host: str, port: int, tls: ssl.SSLContext | None, until: float) -> Stream:
-    """A connection to a data node. Raises ServiceUnavailable."""
+    """A connection to a data node. Raises ServiceUnavailable, TimeoutError."""
     where = f"tcp://{host}:{port}"
     sock: Any = None
     try:
@@ -263,6 +268,8 @@ def connect_tcp(host: str, port: int, tls: ssl.SSLContext | None, until: float) 
     except (OSError, ValueError) as error:
         if sock is not None:
             sock.close()
+        if isinstance(error, TimeoutError):
+            raise
         hint = "start the node: perdure serve --data DIR --listen HOST:PORT"
         if isinstance(error, ssl.SSLError):
             hint = "check tls_cert, tls_key and tls_ca on both sides, and that the node's certificate names its host"

@@ -44,6 +44,9 @@ class Channel(Protocol):
     def ready(self) -> bool:
         """Whether `receive` would not wait."""
 
+    def usable(self) -> bool:
+        """False if it is known to have ended, although nobody has said anything."""
+
     def shutdown(self) -> None:
         """Let whoever waits on it see its end."""
 
@@ -64,8 +67,9 @@ class Run:
 
 
 class Transport:
-    """Thread-safe. connect: makes a connection by a moment, or raises ServiceUnavailable. where: the address, for
-    messages. `messages`: questions sent so far. `on_retired`: told the tenant whose chunks are to be unmapped."""
+    """Thread-safe. connect: makes a connection by a moment, or raises ServiceUnavailable, TimeoutError. where: the
+    address, for messages. `messages`: questions sent so far. `on_retired`: told the tenant whose chunks are to be
+    unmapped."""
 
     def __init__(self, connect: Callable[[float], Channel], where: str, name: str, wait_s: float):
         self._channel, self.where, self._name = connect, where, name
@@ -87,7 +91,9 @@ class Transport:
                 raise StoreClosed(self._closed)
             run = self._run
             if run is not None and not run.ended.is_set():
-                return run
+                if run.main.usable():
+                    return run
+                self._end(run)
             if not self._connecting.acquire(timeout=max(0.0, min(deadline - time.monotonic(), 3600.0))):
                 raise ServiceUnavailable(f"{self.where}: the service ended and did not come back in time")
             try:
@@ -103,6 +109,8 @@ class Transport:
             try:
                 channel = self._channel(until)
                 break
+            except TimeoutError:
+                raise ServiceUnavailable(f"{self.where}: the service does not answer") from None
             except ServiceUnavailable:
                 if deadline - time.monotonic() <= limits.reconnect_wait_s:
                     raise
@@ -199,9 +207,14 @@ class Transport:
         with self._lock:
             if run.ended.is_set():
                 raise ServiceUnavailable(f"{self.where}: the service ended")
-            if run.idle[payload]:
-                return run.idle[payload].pop()
-        channel = self._channel(deadline)
+            idle = run.idle[payload]
+        while idle:
+            with suppress(IndexError):
+                channel = idle.pop()
+                if channel.usable():
+                    return channel
+                channel.close()
+        channel = self._open(deadline)
         try:
             channel.send(m.encode(m.Join(0, run.welcome.client)), until=deadline)
             answer = self._receive(channel, 0, deadline, [])
@@ -209,10 +222,18 @@ class Transport:
                 m.raise_failure(answer)
         except BaseException as error:
             channel.close()
+            if isinstance(error, TimeoutError):
+                raise Late from None
             if isinstance(error, OSError):
                 raise ServiceUnavailable(f"{self.where}: {error}") from error
             raise
         return channel
+
+    def _open(self, deadline: float) -> Channel:
+        try:
+            return self._channel(deadline)
+        except TimeoutError:
+            raise Late from None
 
     def give(self, run: Run, channel: Channel, *, payload: bool = False) -> None:
         with self._lock:

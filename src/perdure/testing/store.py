@@ -50,9 +50,10 @@ def layout_of(block_bytes: int = BLOCK_BYTES, **fields: Any) -> KVLayout:
     return KVLayout(BLOCK_TOKENS, block_bytes, **chosen)
 
 
-def keyspace(store: Store, *, tenant: str = "acme", block_bytes: int = BLOCK_BYTES, **identity: Any) -> Keyspace:
+def keyspace(store: Any, *, tenant: str = "acme", block_bytes: int = BLOCK_BYTES, **identity: Any) -> Keyspace:
     chosen: dict[str, Any] = {"model": "model", "weights": WEIGHTS, "layout": layout_of(block_bytes), "codec": "off"}
-    return store.keyspace(tenant=tenant, **(chosen | identity))
+    made: Keyspace = store.keyspace(tenant=tenant, **(chosen | identity))  # or a client's, which has the same verbs
+    return made
 
 
 def tokens(number: int, blocks: int) -> NDArray[np.uint32]:
