@@ -5,15 +5,18 @@ from __future__ import annotations
 import json
 import os
 import select
+import shutil
 import signal
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any, cast
 
 import pytest
 
-from perdure.benchmarks import harness, peer_protocol, peers, service, service_lonet, service_tcp
+from perdure.benchmarks import harness, peer_protocol, peers, service, service_lonet, service_restore, service_tcp
 from perdure.benchmarks.service_host import Host, Plan, ServiceFailed
+from perdure.benchmarks.target import WrongResult
 from perdure.limits import KIB, MIB
 
 TINY = Plan(
@@ -68,6 +71,54 @@ def test_a_tiny_run_of_the_service_gives_a_valid_report_and_leaves_nothing(tmp_p
             assert "environment was not asked for" in entry["note"], entry
         elif entry["unit"] != "messages":
             assert len(entry["ours_all"]) == TINY.repetitions, entry["name"]
+
+
+class Told:
+    """A reader that always gives the same answer."""
+
+    def __init__(self, **answer: float):
+        self.answer = answer
+
+    def ask(self, verb: str, **arguments: object) -> dict[str, Any]:
+        return {"seconds": 1.0, "cpu_seconds": 0.25, "server_cpu_seconds": 0.5} | self.answer
+
+
+@pytest.mark.parametrize("wrong", [{"found": 7}, {"wrong": 1}, {"from_memory": 1}])
+def test_a_restore_that_was_not_cold_or_not_whole_is_no_figure(wrong: dict[str, float]) -> None:
+    cold = {"found": 8.0, "wrong": 0.0, "from_memory": 0.0}
+    good, bad = Told(**cold), Told(**(cold | wrong))
+    restores = service_restore.Restores(TINY, cast(Any, good), cast(Any, bad))
+    assert restores.next("client", "view", 2).cpu_s_per_gib == 0.25 * 2**30 / TINY.range_bytes
+    assert restores.together["client", "view"] == [0.75 * 2**30 / TINY.range_bytes]
+    with pytest.raises(WrongResult, match="8 cold blocks"):
+        restores.next("embedded", "direct", 0)
+
+
+def test_no_range_is_read_twice() -> None:
+    seen: list[int] = []
+
+    class Noting(Told):
+        def ask(self, verb: str, **arguments: Any) -> dict[str, Any]:
+            seen.extend(block for batch in arguments["batches"] for block in batch)
+            return super().ask(verb)
+
+    worker = cast(Any, Noting(found=8, wrong=0, from_memory=0))
+    restores = service_restore.Restores(TINY, worker, worker)
+    for group, way in enumerate(("registered", "private", "view")):
+        for _ in range(TINY.repetitions):
+            restores.next("client", way, group)
+    assert len(set(seen)) == len(seen) == 8 * 3 * TINY.repetitions
+    assert max(seen) < restores.chain
+
+
+def test_two_stores_that_do_not_fit_the_disk_are_rows_that_say_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    usage = shutil.disk_usage(tmp_path)
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: usage._replace(free=0))
+    rows = service_restore.rows(TINY, tmp_path, lambda what: None)
+    assert all(row.ours is None and "do not fit" in row.note for row in rows)
+    harness.validate(json.loads(harness.Report("t", {}, rows).to_json()))
 
 
 def no_environment(cache_dir: Path) -> Path:

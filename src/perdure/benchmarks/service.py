@@ -1,7 +1,7 @@
 """`perdure bench service`: what the service costs an engine, beside memcpy, the embedded store, a socket and peers.
 
 Rows: hits, views and lookups in the service's DRAM, restores from the disk, the data node over TCP, many clients. See
-`service_memory`, `service_restore`, `service_tcp`, `service_clients`. A full run takes about five minutes, a quick one
+`service_memory`, `service_restore`, `service_tcp`, `service_clients`. A full run takes about three minutes, a quick one
 below two, not counting the environments of peers, which are made once; a quick run's figures are only a check.
 
 Contract: data goes to a temporary directory below `directory` and is removed at the end, also after an error; so are

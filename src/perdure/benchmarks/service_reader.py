@@ -1,8 +1,8 @@
 """One reader of `bench service`'s restores, in a process of its own: a client of the service, or the embedded store.
 
 Contract
-- Told over a pipe as the peers' workers are; only the transfer is timed, the CPU seconds are those of this process, and
-  every delivered block is compared with the expected bytes after the clock has stopped.
+- Told over a pipe as the peers' workers are; only the transfer is timed, and every delivered block is compared with the
+  expected bytes after the clock has stopped. CPU seconds are those of this process; the service's are told beside them.
 - Ways of a client: "private" memory, "registered" memory (a sealed memfd that the service fills), "view" (the time of
   its release is part of it). Ways of the embedded store: "direct" into memory of the caller, and "private" through its
   DRAM tier, which is what the service does for private memory.
@@ -31,10 +31,13 @@ class Reader:
         self._store: Any = None
         self._region: Any = None
 
-    def open(self, kind: str, where: str, block_bytes: int, batch: int, memory: int) -> dict[str, Any]:
-        """kind "client": `where` is the service's socket; "embedded": the store's directory, opened with a DRAM tier
-        of `memory` bytes."""
+    def open(
+        self, kind: str, where: str, block_bytes: int, batch: int, memory: int, servers: Sequence[int] = ()
+    ) -> dict[str, Any]:
+        """kind "client": `where` is the service's socket, `servers` its processes; "embedded": the store's directory,
+        opened with a DRAM tier of `memory` bytes."""
         self.close()
+        self._servers = servers
         self._contents, self._scratch = Contents(block_bytes), aligned(1, block_bytes)
         self._rows = perdure.aligned_buffer(batch * block_bytes).reshape(batch, block_bytes)
         if kind == "client":
@@ -68,10 +71,11 @@ class Reader:
         return {"stored": stored}
 
     def read(self, way: str, chain: int, batches: list[list[int]]) -> dict[str, Any]:
-        seconds = cpu = 0.0
+        seconds = cpu = served = 0.0
         found = wrong = from_memory = 0
         for blocks in batches:
             keys, rows = self._keys(blocks, chain), self._destination(way, len(blocks))
+            served0 = peer_protocol.cpu_seconds_of(self._servers)
             cpu0, wall0 = time.process_time(), time.perf_counter()
             if way == "view":
                 seen = self._space.view(keys)
@@ -80,6 +84,7 @@ class Reader:
                 report = self._space.read(keys, into=rows.reshape(-1), direct=way in ("direct", "registered"))
             seconds += time.perf_counter() - wall0
             cpu += time.process_time() - cpu0
+            served += peer_protocol.cpu_seconds_of(self._servers) - served0
             found += report.usable
             from_memory += report.from_memory
             if way != "view":
@@ -91,7 +96,8 @@ class Reader:
             seconds += time.perf_counter() - wall0
             cpu += time.process_time() - cpu0
             wrong += 0 if valid else len(blocks)
-        return {"seconds": seconds, "cpu_seconds": cpu, "found": found, "wrong": wrong, "from_memory": from_memory}
+        told = {"found": found, "wrong": wrong, "from_memory": from_memory, "server_cpu_seconds": served}
+        return {"seconds": seconds, "cpu_seconds": cpu, **told}
 
     def _destination(self, way: str, count: int) -> Bytes:
         if way == "registered":

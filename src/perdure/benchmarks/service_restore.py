@@ -8,7 +8,8 @@ Contract
 - Reference: the embedded store's direct read into memory of its caller (`perdure.aligned_buffer`), its fastest way. The
   service's copy into private memory has a row against each of the embedded ways: through the DRAM tier with a copy,
   which is the same work, and direct.
-- CPU seconds are those of the reading process: what an engine spends. The service's own are not part of them.
+- A view is memory that can be read; nothing is copied out of it. Both others deliver into memory of the caller.
+- CPU seconds are those of the reading process: what an engine spends. Rows of their own add the service's.
 """
 
 from __future__ import annotations
@@ -48,6 +49,7 @@ class Restores:
         self._warm = -(-plan.pool_bytes // plan.range_bytes)
         self.chain = (self._warm + GROUPS * plan.repetitions) * self._range
         self._next: dict[tuple[str, str], int] = {}
+        self.together: dict[tuple[str, str], list[float]] = {}  # CPU seconds per GiB of reader and service
 
     def _read(self, side: str, way: str, first: int) -> Measured:
         blocks = list(range(first, first + self._range))
@@ -55,7 +57,10 @@ class Restores:
         told: dict[str, Any] = self._workers[side].ask("read", way=way, chain=self.chain, batches=batches)
         if told["found"] != len(blocks) or told["wrong"] or told["from_memory"]:
             raise WrongResult(f"{side}, {way}, {len(blocks)} cold blocks: {told}")
-        return Measured(len(blocks) * self._plan.block_bytes, told["seconds"], told["cpu_seconds"])
+        nbytes = len(blocks) * self._plan.block_bytes
+        both = Measured(nbytes, told["seconds"], told["cpu_seconds"] + told["server_cpu_seconds"])
+        self.together.setdefault((side, way), []).append(both.cpu_s_per_gib)
+        return Measured(nbytes, told["seconds"], told["cpu_seconds"])
 
     def fill(self, side: str) -> None:
         stored = self._workers[side].ask("fill", chain=self.chain, batch=self._plan.batch)["stored"]
@@ -67,6 +72,7 @@ class Restores:
         for side in self._workers:
             for number in range(self._warm):
                 self._read(side, "private", number * self._range)
+        self.together.clear()
 
     def next(self, side: str, way: str, group: int) -> Measured:
         """Read the next range of a group."""
@@ -79,7 +85,10 @@ def _start(name: str) -> Worker:
     return Worker(name, [sys.executable, "-m", "perdure.benchmarks.service_reader"], own=True)
 
 
-def _measure(plan: Plan, base: Path, step: Callable[[str], None]) -> dict[tuple[str, str], list[Measured]]:
+Series = dict[tuple[str, str], list[Measured]]
+
+
+def _measure(plan: Plan, base: Path, step: Callable[[str], None]) -> tuple[Series, Restores]:
     workers = [_start("client"), _start("embedded")]
     common = {"block_bytes": plan.block_bytes, "batch": plan.batch, "memory": plan.pool_bytes}
     try:
@@ -93,7 +102,7 @@ def _measure(plan: Plan, base: Path, step: Callable[[str], None]) -> dict[tuple[
         embedded.ask("open", kind="embedded", where=str(base / "embedded"), **common)
         restores.fill("embedded")
         with Host(base / "service", memory=plan.pool_bytes) as host:  # started anew: nothing of it is in its DRAM
-            client.ask("open", kind="client", where=str(host.socket), **common)
+            client.ask("open", kind="client", where=str(host.socket), servers=[host.pid], **common)
             embedded.ask("open", kind="embedded", where=str(base / "embedded"), **common)
             step("restores")
             restores.warm()
@@ -104,13 +113,13 @@ def _measure(plan: Plan, base: Path, step: Callable[[str], None]) -> dict[tuple[
             series = dict(zip(ways, interleave(arms, plan.repetitions), strict=True))
             for worker in workers:
                 worker.ask("close")
-        return series
+        return series, restores
     finally:
         for worker in workers:
             worker.end()
 
 
-def _rate_rows(series: dict[tuple[str, str], list[Measured]], what: str) -> list[Row]:
+def _rate_rows(series: Series, what: str) -> list[Row]:
     direct, staged = series["embedded", "direct"], series["embedded", "private"]
     made = [
         rate_row(f"{what} {NAMES[way]}", series["client", way], direct, DIRECT, target=RATE_TARGET)
@@ -122,8 +131,8 @@ def _rate_rows(series: dict[tuple[str, str], list[Measured]], what: str) -> list
     return [*made, rate_row(f"{name}, beside direct reads", private, direct, DIRECT, note=note)]
 
 
-def _cpu_rows(series: dict[tuple[str, str], list[Measured]], what: str) -> list[Row]:
-    """CPU seconds of the reading process per GiB; the reference reads the same way as in the row about the rate."""
+def _cpu_rows(series: Series, restores: Restores, what: str) -> list[Row]:
+    """CPU seconds per GiB of the reading process, and with the service's; the reference is that of the rate's row."""
     made = []
     for way, other, name, wanted in (
         ("view", "direct", DIRECT, CPU_TARGET),
@@ -134,6 +143,8 @@ def _cpu_rows(series: dict[tuple[str, str], list[Measured]], what: str) -> list[
         title = f"engine's CPU, {what} {NAMES[way]}"
         note = "" if wanted else "informs: the engine copies"
         made.append(row(title, "s/GiB", ours, reference, name, better="lower", target=wanted, note=note))
+        title, ours = f"engine's and service's CPU, {what} {NAMES[way]}", restores.together["client", way]
+        made.append(row(title, "s/GiB", ours, reference, name, better="lower", note="informs"))
     return made
 
 
@@ -147,6 +158,6 @@ def rows(plan: Plan, base: Path, step: Callable[[str], None]) -> list[Row]:
     if free < 1.5 * need:
         why = f"two stores of {need // GIB} GiB together do not fit the {free // GIB} GiB that are free"
         return [unmeasured(f"{what} {name}", "GB/s", DIRECT, why, target=RATE_TARGET) for name in NAMES.values()]
-    series = _measure(plan, home, step)
+    series, restores = _measure(plan, home, step)
     shutil.rmtree(home, ignore_errors=True)
-    return [*_rate_rows(series, what), *_cpu_rows(series, what)]
+    return [*_rate_rows(series, what), *_cpu_rows(series, restores, what)]
