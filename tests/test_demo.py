@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import os
+import select
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -11,11 +16,13 @@ import pytest
 import perdure
 from perdure.demo import process, report, run
 from perdure.demo.process import Child, DemoError, perform
+from perdure.demo.service import Service
 from perdure.engines import smollm
 
 ANSWER = 4
 BLOCK = 16
 TOKENS = 20 * BLOCK
+SAY = "import sys, time; print('{}', file=sys.stderr, flush=True); time.sleep(600)"
 
 
 @pytest.fixture
@@ -79,9 +86,17 @@ def test_every_scene_plays_and_a_token_that_differs_is_a_failure(
     )
     assert rows["byte flipped"]["prefilled_tokens"] == rows["restored"]["prefilled_tokens"] + BLOCK
     assert outcome["killed_by_signal"] == 9
+    assert outcome["service_killed_by_signal"] == [9, 9]
+    blocks = {name: (row["restored_blocks"], row["from_memory_blocks"]) for name, row in rows.items()}
+    assert blocks["shared"] == (blocks["restored"][0],) * 2
+    assert blocks["restored"][0] > blocks["fork 1"][0] == blocks["fork 1"][1] > 0
+    assert blocks["restored"][1] == blocks["byte flipped"][1] == 0
+    assert blocks["byte flipped"][0] == blocks["restored"][0] - 1
     with perdure.open(store, read_only=True) as left:
         assert left.status()["tenants"]["demo"]["blocks"] >= outcome["stored"]["stored_blocks"] > TOKENS // BLOCK
         assert left.explain(bytes.fromhex(outcome["flip"]["key"]))["incidents"]
+        assert left.status()["writer"] is None  # the service ended, and sealed
+        assert left.status()["segments"]["open"]["count"] == 0
     report.show(outcome)
     shown = capsys.readouterr().out
     assert "NO   all answers are identical" in shown
@@ -109,6 +124,86 @@ def test_a_silent_process_is_given_up_and_killed(monkeypatch: pytest.MonkeyPatch
     with Child({"kind": "restored"}, quiet) as child, pytest.raises(DemoError, match="said nothing"):
         child.result()
     assert child.process.poll() is not None
+
+
+# --- the service
+def test_a_service_that_is_killed_is_replaced_and_its_clients_go_on(tmp_path: Path) -> None:
+    with Service(tmp_path / "s") as service:
+        service.start()
+        with perdure.connect(tmp_path / "s") as client:
+            before = client.service_status()["boot"]
+            assert service.kill() == 9
+            service.start()
+            assert client.service_status()["boot"] != before
+        assert service.process is not None
+        last = service.process
+    assert last.returncode == 0
+    with perdure.open(tmp_path / "s", read_only=True) as left:
+        assert left.status()["segments"]["open"]["count"] == 0
+
+
+def test_nothing_is_left_of_a_service_after_an_error(tmp_path: Path) -> None:
+    service = Service(tmp_path / "s")
+    with contextlib.suppress(KeyboardInterrupt), service:
+        service.start()
+        raise KeyboardInterrupt
+    assert service.process is not None
+    assert service.process.returncode == -9
+
+
+def test_a_service_that_cannot_start_is_reported_with_its_last_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PERDURE_NO_SUCH_SETTING", "1")  # what is meant for another service does not reach this one
+    refused = rf"the service ended with status 2: perdure: .*{os.getpid()}"
+    with (
+        perdure.open(tmp_path / "s", capacity="64MiB", memory=0),
+        Service(tmp_path / "s") as service,
+        pytest.raises(DemoError, match=refused),
+    ):
+        service.start()
+
+
+@pytest.mark.parametrize(
+    ("code", "silence_s", "said"),
+    [
+        ("pass", 60, "ended with status 0: no message"),
+        (SAY.format("hm"), 0, "not ready after 0 s"),
+        (SAY.format('{"event": "not ready"}'), 60, 'not ready: {"event"'),
+    ],
+    ids=["ended", "silent", "not ready"],
+)
+def test_a_service_that_does_not_get_ready_is_given_up(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: str, silence_s: float, said: str
+) -> None:
+    monkeypatch.setattr(process, "SILENCE_S", silence_s)
+    monkeypatch.setattr(process, "bound", lambda command: [sys.executable, "-c", code])
+    with Service(tmp_path / "s") as service:
+        with pytest.raises(DemoError, match=said):
+            service.start()
+        service.kill()
+    assert service.process is not None
+    assert service.process.returncode in (0, -9)
+
+
+def test_what_a_killed_process_had_started_ends_with_it() -> None:
+    code = (
+        "import subprocess, sys, time\n"
+        "from perdure.demo.process import bound\n"
+        "child = subprocess.Popen(bound([sys.executable, '-c', 'import time; time.sleep(600)']))\n"
+        "print(child.pid, flush=True)\n"
+        "time.sleep(600)\n"
+    )
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True, env=env) as parent:
+        assert parent.stdout is not None
+        grandchild = os.pidfd_open(int(parent.stdout.readline()))
+        try:
+            assert not select.select([grandchild], [], [], 0)[0]
+            parent.kill()
+            assert select.select([grandchild], [], [], 60)[0]
+        finally:
+            os.close(grandchild)
 
 
 def test_bad_arguments_are_refused(tmp_path: Path) -> None:

@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from support.served import serving
 
 import perdure
 from perdure import limits
@@ -61,7 +62,7 @@ def opened(path: Path, **options: Any) -> perdure.Store:
     return perdure.open(path, capacity="256MiB", **{"memory": 0, **options})
 
 
-def prefixes_of(store: perdure.Store, model: Any, **options: Any) -> PrefixCache:
+def prefixes_of(store: perdure.Store | perdure.RemoteStore, model: Any, **options: Any) -> PrefixCache:
     return PrefixCache(keyspace_for(store, model, tenant="acme", block_tokens=BLOCK, **options), model)
 
 
@@ -132,6 +133,25 @@ def test_restored_equals_cold(tmp_path: Path, dtype: Any, codec: str, memory: st
             assert tokens == cold_tokens
             # The stored KV was computed in one forward, the cold run's in two: the last bits may differ, no more.
             assert (logits.float() - cold_logits.float()).abs().max() <= (1e-4 if dtype is torch.float32 else 0.5)
+
+
+def test_through_a_service_the_same_comes_back(tmp_path: Path, model: Any) -> None:
+    cold_tokens, cold_logits = answer(model, PROMPT, DynamicCache(config=model.config), 0, STORED * BLOCK)
+    with serving(tmp_path / "store") as (store, _), perdure.connect(tmp_path / "store") as client:
+        prefixes = prefixes_of(client, model, codec="off")
+        cache = DynamicCache(config=model.config)
+        forward(model, PROMPT[: STORED * BLOCK], cache)
+        forward(model, PROMPT[STORED * BLOCK :], cache)
+        assert prefixes.store(PROMPT, cache).stored == STORED
+        for from_memory in (STORED, 0):
+            restored = prefixes.restore(PROMPT)
+            assert restored.tokens == STORED * BLOCK
+            assert restored.report.from_memory == from_memory
+            tokens, logits = answer(model, PROMPT, restored.cache, restored.tokens)
+            assert tokens == cold_tokens
+            assert torch.equal(logits, cold_logits)
+            assert prefixes.store(PROMPT, restored.cache, restored).stored == 0
+            store.core.pool.drop_all()
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)

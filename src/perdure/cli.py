@@ -189,7 +189,7 @@ def bench_service(directory: Path, quick: bool, as_json: bool) -> None:
 @click.argument("directory", metavar="DIR", type=_DIRECTORY)
 @_JSON
 def demo(directory: Path, as_json: bool) -> None:
-    """Prefill with a real model, kill -9, restore in a new process, fork, survive a flipped byte; leaves a store."""
+    """Prefill with a real model, kill -9 it and the service, restore, fork, survive a flipped byte; leaves a store."""
     from perdure import demo as demonstration
 
     sys.exit(demonstration.run(directory, json=as_json))
@@ -286,3 +286,7 @@ def _status_rows(answer: dict[str, Any]) -> list[tuple[str, str]]:
         rows.append(("presence index", f"{presence['keys']} keys, {_size(presence['bytes'])}"))
     rows += [("incident", f"{one['kind']}: block {one['key'][:16]}…: {one['why']}") for one in answer["incidents"]]
     return rows
+
+
+if __name__ == "__main__":
+    main()

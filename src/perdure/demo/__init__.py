@@ -1,8 +1,11 @@
 """`perdure demo`: a real model's context outlives the process that computed it.
 
-Separate processes, one after another: one prefills a guide of 4,000 tokens, answers, and is killed with SIGKILL; the
-next restores and answers the same; a third restores once and answers three other questions; then one byte on the disk
-is flipped and the question asked again. Every answer is compared, token by token, with a cold one.
+Separate processes share one service: the first prefills a guide of 4,000 tokens, answers, and is killed with SIGKILL;
+the second restores from the service's memory and answers the same; then the service is killed with SIGKILL and started
+again, and the second process asks once more through the client it has: from the disk, with the same answer. A third
+restores once and answers three other questions. Then one byte on the disk is flipped, the service is killed again
+because its memory would hide that, and the question asked again. Every answer is compared, token by token, with a cold
+one.
 
 `run` returns 0 if all tokens are identical and every step did what it says, else 1. It leaves the store behind.
 """

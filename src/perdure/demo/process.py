@@ -2,9 +2,10 @@
 
 Contract
 - A child gets its job as one line on stdin and answers with lines on stdout: any number of progress lines, then one
-  result or one error. What it writes on stderr is shown only if it fails.
+  result or one error. A job in two halves gives a result for each, and waits between them for `Child.go_on`. What it
+  writes on stderr is shown only if it fails.
 - A child that dies, falls silent for `SILENCE_S`, or reports an error raises DemoError with its last words.
-- `Child.kill` is SIGKILL: nothing in the child runs after it. No child outlives the `with` block.
+- `Child.kill` is SIGKILL: nothing in the child runs after it. No child outlives the `with` block, nor this process.
 """
 
 from __future__ import annotations
@@ -25,7 +26,15 @@ from perdure.errors import PerdureError
 
 WORKER = "perdure.demo.worker"
 SILENCE_S = 300.0  # the longest single step is a chunk of prefill; conversion on a slow disk is next
+CONNECT_S = 30.0  # how long a client waits for the service
 _LAST_WORDS_BYTES = 2000
+# Asks the kernel for SIGKILL at the parent's end (PR_SET_PDEATHSIG), then becomes the command: same process, same id.
+_LAUNCHER = """\
+import ctypes, os, signal, sys
+ctypes.CDLL(None).prctl(1, signal.SIGKILL)
+if os.getppid() == int(sys.argv[1]):
+    os.execv(sys.argv[2], sys.argv[2:])
+"""
 # Nothing is looked up outside, and the only progress bar is ours.
 _ENVIRONMENT = {
     "HF_HUB_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1", "HF_HUB_DISABLE_TELEMETRY": "1", "DO_NOT_TRACK": "1",
@@ -43,6 +52,11 @@ class DemoError(PerdureError):
     """A process of the demo failed; the message has its last words."""
 
 
+def bound(command: list[str]) -> list[str]:
+    """A command that is killed when this process ends, however that happens. Its first word is a path."""
+    return [sys.executable, "-S", "-c", _LAUNCHER, str(os.getpid()), *command]
+
+
 class Child:
     """One job in a process of its own."""
 
@@ -52,15 +66,12 @@ class Child:
         self._lines: queue.SimpleQueue[str] = queue.SimpleQueue()
         self._what = str(job["kind"])
         self.process = subprocess.Popen(
-            [sys.executable, "-m", WORKER], stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self._errors,
-            env=_DEFAULTS | os.environ | _ENVIRONMENT, text=True, encoding="utf-8",
+            bound([sys.executable, "-m", WORKER]), stdin=subprocess.PIPE, stdout=subprocess.PIPE,
+            stderr=self._errors, env=_DEFAULTS | os.environ | _ENVIRONMENT, text=True, encoding="utf-8",
         )  # fmt: skip
         self._reader = threading.Thread(target=self._read, name="perdure-demo-reader", daemon=True)
         self._reader.start()
-        assert self.process.stdin is not None
-        with contextlib.suppress(BrokenPipeError):  # it died at once: `result` says why
-            self.process.stdin.write(json.dumps(job) + "\n")
-            self.process.stdin.flush()
+        self._tell(json.dumps(job))
 
     def __enter__(self) -> Child:
         return self
@@ -102,6 +113,16 @@ class Child:
             elif "result" in message:
                 answer: dict[str, Any] = message["result"]
                 return answer
+
+    def go_on(self) -> None:
+        """Let a job in two halves begin its second one."""
+        self._tell("go on")
+
+    def _tell(self, line: str) -> None:
+        assert self.process.stdin is not None
+        with contextlib.suppress(BrokenPipeError):  # it has died: `result` says why
+            self.process.stdin.write(line + "\n")
+            self.process.stdin.flush()
 
     def kill(self) -> None:
         """SIGKILL, and wait until it is gone."""

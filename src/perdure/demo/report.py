@@ -3,18 +3,23 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from types import TracebackType
-from typing import Any
+from typing import Any, TypeVar
 
-from perdure.demo.process import Child, perform
+from perdure.demo.process import Child, Progress, perform
+
+T = TypeVar("T")
 
 _TITLES = {
     "model": "model and prompts",
+    "service": "the service",
     "cold": "1 prefill, answer, be killed",
-    "restored": "2 restore, answer",
+    "restored": "2 restore; kill service; restore",
     "forked": "3 restore once, fork",
     "compare": "4 cold answers to compare",
-    "flipped": "5 ask after a flipped byte",
+    "flip": "5 flip a byte; kill service",
+    "flipped": "6 ask again",
 }
 
 
@@ -56,6 +61,26 @@ class Stage:
         self._end(name)
         return answer
 
+    def interrupted(
+        self, name: str, job: dict[str, Any], between: Callable[[Progress], None]
+    ) -> tuple[dict[str, Any], dict[str, Any]]:
+        """Run a job in two halves in one process, and something else between them."""
+        note = self._begin(name)
+        with Child(job, note) as child:
+            first = child.result()
+            between(note)
+            child.go_on()
+            second = child.result()
+        self._end(name)
+        return first, second
+
+    def during(self, name: str, work: Callable[[Progress], T]) -> T:
+        """What the demo does itself."""
+        note = self._begin(name)
+        answer = work(note)
+        self._end(name)
+        return answer
+
     def _begin(self, name: str) -> Any:
         self._started = time.monotonic()
         self._task = task = self._bars.add_task(_TITLES[name], total=None, what="starting")
@@ -80,13 +105,15 @@ def show(outcome: dict[str, Any]) -> None:
 
     console = Console()
     console.print(_table(outcome))
-    for number, row in enumerate(outcome["rows"]):
-        question = outcome["questions"][number - 1 if 2 <= number <= len(outcome["questions"]) else 0]
+    for row in outcome["rows"]:
+        question = outcome["questions"][row["question"]]
         console.print(Text(f"{row['name']}: {question}\n    {' '.join(row['text'].split())}"), highlight=False)
     stored, flip = outcome["stored"], outcome["flip"]
     lines = f"""
 stored: {stored["stored_blocks"]} of {stored["present_blocks"]} blocks were new, \
 {stored["stored_bytes"] / 1e6:.0f} MB of KV in {stored["store_s"]:.2f} s
+service: killed with SIGKILL after "shared" and started again; "restored" is the same process, still connected.
+Killed again after the flip, because it had the flipped block in memory: "byte flipped" reads the disk
 flipped: byte {flip["offset"]} of {flip["file"]}: block {flip["position"]}
 perdure explain {outcome["store"]} {flip["key"]}
     then: {flip["verdict"]}
@@ -101,6 +128,12 @@ look at what is left: perdure status {outcome["store"]}
         )
 
 
+def _source(row: dict[str, Any]) -> str:
+    if not row["restored_blocks"]:
+        return ""
+    return {0: "disk", row["restored_blocks"]: "memory"}.get(row["from_memory_blocks"], "both")
+
+
 def _table(outcome: dict[str, Any]) -> Any:
     from rich import box
     from rich.table import Table
@@ -108,18 +141,18 @@ def _table(outcome: dict[str, Any]) -> Any:
     table = Table(
         title=f"{outcome['context_tokens']:,} tokens of context, SmolLM2-135M in fp32, "
         f"blocks of {outcome['block_tokens']} tokens",
-        caption="first token: from token ids to the first token of the answer, with the model\n"
-        "loaded and warmed up; cold: the same prompt without a store. Fork 1 includes\n"
-        "the restore that the forks share. Reads are past the page cache where the\n"
-        "file system allows it.",
+        caption="first token: from token ids to the first token of the answer, with the\n"
+        "model loaded and warmed up; cold: the same prompt without a store. Fork 1\n"
+        "includes the restore that the forks share. read: from the service's memory,\n"
+        "or from the disk, past the page cache where the file system allows it.",
         caption_justify="left",
         box=box.SIMPLE_HEAD,
         padding=0,
         pad_edge=False,
         show_edge=False,
     )
-    headings = ("", "first\ntoken", "\ncold", "\nfaster", "tokens\nprefilled", "\nrestored", "\nGB/s",
-                "tokens\nidentical", "logits\ndiffer")  # fmt: skip
+    headings = ("", "first\ntoken", "\ncold", "\nfaster", "tokens\nprefilled", "\nread", "\nfrom", "\nGB/s",
+                "tokens\nequal", "logits\ndiffer")  # fmt: skip
     for heading in headings:
         table.add_column(heading, justify="right" if heading else "left", no_wrap=True)
     for row in outcome["rows"]:
@@ -131,6 +164,7 @@ def _table(outcome: dict[str, Any]) -> Any:
             "" if cold else f"{row['cold_first_token_s'] / row['first_token_s']:.0f} x",
             f"{row['prefilled_tokens']:,}",
             f"{row['restored_bytes'] / 1e6:.0f} MB" if row["restored_bytes"] else "",
+            _source(row),
             f"{row['restored_bytes_per_s'] / 1e9:.2f}" if row["restored_bytes"] else "",
             "" if cold else "yes" if row["tokens_identical"] else "[bold red]NO[/]",
             "" if cold else f"{row['logits_differ_max']:.1g}",

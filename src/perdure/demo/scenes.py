@@ -12,9 +12,11 @@ from typing import Any
 import numpy as np
 
 from perdure import limits, store
-from perdure.demo.process import DemoError
+from perdure.demo.process import CONNECT_S, DemoError, Progress
 from perdure.demo.report import Stage
+from perdure.demo.service import Service
 from perdure.demo.worker import BLOCK_TOKENS
+from perdure.service.client import connect
 
 _CONTEXT_TOKENS_MIN = 4 * BLOCK_TOKENS
 
@@ -34,25 +36,14 @@ def play(
             "model": model["model"], "prompts": model["prompts"], "context": model["context"], "store": str(directory),
             "answer_tokens": answer_tokens, "logits": logits, "resume": _resume_points(model),
         }  # fmt: skip
-        cold = stage.killed("cold", job | {"kind": "cold", "stay": True})
-        restored = stage.scene("restored", job | {"kind": "restored", "name": "restored"})
-        forked = stage.scene("forked", job | {"kind": "forked"})
-        reference = stage.scene("compare", job | {"kind": "reference"})
-        flip = _flip(directory, cold["keys"])
-        flipped = stage.scene("flipped", job | {"kind": "restored", "name": "flipped"})
-        flip |= _look_again(directory, flip)
-        rows = [_row("cold", cold, cold, logits), _row("restored", restored, cold, logits)]
-        for number, answer in enumerate(forked["answers"]):
-            figures = answer | ({key: forked[key] for key in _RESTORE} if number == 0 else {})
-            figures["first_token_s"] += forked["restore_s"] if number == 0 else 0.0
-            rows.append(_row(f"fork {number + 1}", figures, reference["answers"][number], logits))
-        rows.append(_row("byte flipped", flipped, cold, logits))
-    checks = _checks(cold, restored, forked, flipped, flip, rows)
+        told = _scenes(stage, directory, job)
+        rows = _rows(told, logits)
+    checks, cold = _checks(told, rows), told["cold"]
     return {
         "ok": all(checks.values()),
         "checks": checks,
         "rows": rows,
-        "flip": flip,
+        "flip": told["flip"],
         "store": str(directory),
         "model": {"directory": model["model"], "weights": cold["weights"], "digest_s": round(cold["digest_s"], 3)},
         "context_tokens": model["context"],
@@ -62,10 +53,41 @@ def play(
             key: cold[key] for key in ("stored_blocks", "present_blocks", "stored_bytes", "store_s")
         },
         "killed_by_signal": cold["signal"],
+        "service_killed_by_signal": told["service_signals"],
         "setup_s": round(ready - began, 1),
         "scenes_s": stage.seconds,
         "seconds": round(time.monotonic() - ready, 1),
     }  # fmt: skip
+
+
+def _scenes(stage: Stage, directory: Path, job: dict[str, Any]) -> dict[str, Any]:
+    """What each process told, by the name of its scene; the service is replaced twice."""
+    told: dict[str, Any] = {}
+    signals: list[int] = []
+    with Service(directory) as service:
+
+        def start(note: Progress) -> None:
+            note("starting", 0, None)
+            service.start()
+
+        def replace(note: Progress) -> None:
+            signals.append(service.kill())
+            start(note)
+
+        def flip_and_replace(note: Progress) -> dict[str, Any]:
+            flip = _flip(directory, told["cold"]["keys"])
+            replace(note)  # what it had of the block in memory hid the flip
+            return flip
+
+        stage.during("service", start)
+        told["cold"] = stage.killed("cold", job | {"kind": "cold", "stay": True})
+        told["shared"], told["restored"] = stage.interrupted("restored", job | {"kind": "outlives"}, replace)
+        told["forked"] = stage.scene("forked", job | {"kind": "forked"})
+        told["reference"] = stage.scene("compare", job | {"kind": "reference"})
+        told["flip"] = stage.during("flip", flip_and_replace)
+        told["flipped"] = stage.scene("flipped", job | {"kind": "restored", "name": "flipped"})
+        told["flip"] |= _look_again(directory, told["flip"])
+    return told | {"service_signals": signals}
 
 
 def default_model_cache() -> Path:
@@ -87,8 +109,8 @@ def _flip(directory: Path, keys: list[str]) -> dict[str, Any]:
     """Flip one byte of the payload of a block in the middle of the prefix; say what the store knows about the block."""
     position = len(keys) // 2
     key = bytes.fromhex(keys[position])
-    with store.open(directory, read_only=True, memory=0) as looking:
-        where = looking.explain(key)
+    with connect(directory, wait_s=CONNECT_S, name="demo flip") as client:
+        where = client.explain(key)
         if not where["present"]:
             raise DemoError(f"block {key.hex()} is not in the store: {where['verdict']}")
         path, offset = directory / where["file"], where["record"]["offset"] + limits.page_bytes
@@ -97,14 +119,15 @@ def _flip(directory: Path, keys: list[str]) -> dict[str, Any]:
             byte = os.pread(file.fileno(), 1, offset)[0]
             os.pwrite(file.fileno(), bytes([byte ^ 0xFF]), offset)
             os.fsync(file.fileno())
-        verdict = looking.explain(key)["verdict"]
+        verdict = client.explain(key)["verdict"]  # reads the disk, never the service's memory
     return {"key": key.hex(), "position": position, "file": where["file"], "offset": offset, "verdict": verdict}
 
 
 def _look_again(directory: Path, flip: dict[str, Any]) -> dict[str, Any]:
-    """What the store says after the question was asked again, and whether everything in it verifies."""
+    """What the service says after the question was asked again; beside it, whether all that is stored verifies."""
+    with connect(directory, wait_s=CONNECT_S, name="demo look") as client:
+        after = client.explain(bytes.fromhex(flip["key"]))
     with store.open(directory, read_only=True, memory=0) as looking:
-        after = looking.explain(bytes.fromhex(flip["key"]))
         verified = looking.verify()
     return {
         "verdict_after": after["verdict"],
@@ -115,22 +138,41 @@ def _look_again(directory: Path, flip: dict[str, Any]) -> dict[str, Any]:
 
 
 # --- the report
-_RESTORE = ("restored_tokens", "restored_bytes", "restored_s", "recomputed_blocks")
+_RESTORE = (
+    "restored_tokens", "restored_bytes", "restored_s", "restored_blocks", "from_memory_blocks", "recomputed_blocks"
+)  # fmt: skip
 
 
-def _row(name: str, ours: dict[str, Any], cold: dict[str, Any], logits: str) -> dict[str, Any]:
+def _rows(told: dict[str, Any], logits: str) -> list[dict[str, Any]]:
+    cold, forked = told["cold"], told["forked"]
+    rows = [
+        _row("cold", 0, cold, cold, logits),
+        _row("shared", 0, told["shared"], cold, logits),
+        _row("restored", 0, told["restored"], cold, logits),
+    ]
+    for number, answer in enumerate(forked["answers"]):
+        figures = answer | ({key: forked[key] for key in _RESTORE} if number == 0 else {})
+        figures["first_token_s"] += forked["restore_s"] if number == 0 else 0.0
+        rows.append(_row(f"fork {number + 1}", number + 1, figures, told["reference"]["answers"][number], logits))
+    return [*rows, _row("byte flipped", 0, told["flipped"], cold, logits)]
+
+
+def _row(name: str, question: int, ours: dict[str, Any], cold: dict[str, Any], logits: str) -> dict[str, Any]:
     mine, theirs = (np.load(Path(logits) / f"{answer['name']}.npy") for answer in (ours, cold))
     both = min(len(mine), len(theirs))
     restored = ours.get("restored_bytes", 0)
     recomputed = len(ours.get("recomputed_blocks", ()))
     return {
         "name": name,
+        "question": question,
         "first_token_s": ours["first_token_s"],
         "cold_first_token_s": cold["first_token_s"],
         "prefilled_tokens": ours["prefilled_tokens"] + recomputed * BLOCK_TOKENS,
         "prompt_tokens": ours["prompt_tokens"],
         "restored_tokens": ours.get("restored_tokens", 0),
         "restored_bytes": restored,
+        "restored_blocks": ours.get("restored_blocks", 0),
+        "from_memory_blocks": ours.get("from_memory_blocks", 0),
         "restored_bytes_per_s": restored / ours["restored_s"] if restored else 0.0,
         "recomputed_blocks": recomputed,
         "tokens_identical": ours["tokens"] == cold["tokens"],
@@ -139,19 +181,20 @@ def _row(name: str, ours: dict[str, Any], cold: dict[str, Any], logits: str) -> 
     }
 
 
-def _checks(
-    cold: dict[str, Any],
-    restored: dict[str, Any],
-    forked: dict[str, Any],
-    flipped: dict[str, Any],
-    flip: dict[str, Any],
-    rows: list[dict[str, Any]],
-) -> dict[str, bool]:
+def _checks(told: dict[str, Any], rows: list[dict[str, Any]]) -> dict[str, bool]:
+    cold, shared, restored, forked = (told[name] for name in ("cold", "shared", "restored", "forked"))
+    flipped, flip = told["flipped"], told["flip"]
+    before = (shared, restored, forked)
     return {
         "all answers are identical to the cold ones": all(row["tokens_identical"] for row in rows),
         "the cold process was killed with SIGKILL": cold["signal"] == signal.SIGKILL,
+        "the service was killed with SIGKILL midway": told["service_signals"] == [signal.SIGKILL] * 2,
+        "a client went on with the new service": shared["boot"] != restored["boot"] and restored["restored_blocks"] > 0,
+        "which had everything on its disk": not restored["from_memory_blocks"]
+        and restored["restored_blocks"] == shared["restored_blocks"],
+        "the forks got theirs from its memory": forked["from_memory_blocks"] == forked["restored_blocks"] > 0,
         "the new process prefilled less than one block": restored["prefilled_tokens"] <= BLOCK_TOKENS,
-        "nothing was recomputed before the flip": not restored["recomputed_blocks"] and not forked["recomputed_blocks"],
+        "nothing was recomputed before the flip": not any(one["recomputed_blocks"] for one in before),
         "explain names the flipped block as corrupt": flip["verdict"].startswith("corrupt"),
         "exactly the flipped block was recomputed": flipped["recomputed_blocks"] == [flip["position"]],
         "and stored again": flipped["stored_again"] == 1 and flip["verdict_after"].startswith("hit"),

@@ -2,7 +2,8 @@
 
 Started as `python -m perdure.demo.worker` by `demo.process`, which says how they talk. Jobs: `prepare` (model and token
 ids), `cold` (prefill, answer, store, then wait to be killed), `reference` (cold answers of the branches), `restored`,
-`forked`.
+`outlives` (restored twice, before and after the service is replaced), `forked`. All but the first and `reference` are
+clients of the demo's service.
 
 Measuring: time to first token begins when the token ids are there and ends with the first token of the answer. Loading
 the model and its one-time costs are not in it: every process runs a warm-up of 1,024 other tokens first.
@@ -22,13 +23,13 @@ from importlib import resources
 from pathlib import Path
 from typing import Any
 
+from perdure.demo.process import CONNECT_S
 from perdure.errors import InvalidArgument
 
 PREFILL_CHUNK = 512
 WARM_UP_TOKENS = 2 * PREFILL_CHUNK
 BLOCK_TOKENS = 16
 TENANT = "demo"
-CAPACITY = "2GiB"
 
 QUESTION = "What does a write of the class session survive?"
 BRANCHES = (
@@ -104,13 +105,29 @@ def reference(job: dict[str, Any]) -> dict[str, Any]:
 def restored(job: dict[str, Any]) -> dict[str, Any]:
     """The same question in a new process; blocks that had to be computed are stored again."""
     run = _Run(job)
-    prompt = job["prompts"][0]
+    with run.store:
+        return _ask_again(run, run.prefixes(), job["name"])
+
+
+def outlives(job: dict[str, Any]) -> dict[str, Any]:
+    """The same question twice through one client; between them the parent replaces the service."""
+    run = _Run(job)
     with run.store:
         prefixes = run.prefixes()
-        started = time.perf_counter()
-        back = prefixes.restore(prompt)
-        answer = run.answer(prompt, back.cache, back.tokens, back.tokens, job["name"], started=started)
-        written = prefixes.store(prompt + answer["tokens"], back.cache, back)
+        first = _ask_again(run, prefixes, "shared")
+        _say({"result": first | {"boot": run.store.service_status()["boot"]}})
+        if not sys.stdin.readline():
+            raise EOFError("the parent has ended")
+        second = _ask_again(run, prefixes, "restored")
+        return second | {"boot": run.store.service_status()["boot"]}
+
+
+def _ask_again(run: _Run, prefixes: Any, name: str) -> dict[str, Any]:
+    prompt = run.job["prompts"][0]
+    started = time.perf_counter()
+    back = prefixes.restore(prompt)
+    answer = run.answer(prompt, back.cache, back.tokens, back.tokens, name, started=started)
+    written = prefixes.store(prompt + answer["tokens"], back.cache, back)
     return answer | _brought_back(back) | {"stored_again": written.stored}
 
 
@@ -134,6 +151,7 @@ def forked(job: dict[str, Any]) -> dict[str, Any]:
 def _brought_back(back: Any) -> dict[str, Any]:
     report = back.report
     return {
+        "restored_blocks": int(back.held.sum()), "from_memory_blocks": report.from_memory,
         "restored_tokens": back.tokens - len(back.recomputed) * BLOCK_TOKENS,
         "recomputed_blocks": list(back.recomputed), "restored_bytes": report.bytes, "restored_s": report.seconds,
         "problems": {str(position): why for position, why in report.problems.items()},
@@ -148,7 +166,7 @@ class _Run:
         if job["kind"] != "reference":  # as an engine does: the store first, the model takes longer
             import perdure
 
-            self.store = perdure.open(job["store"], capacity=CAPACITY, memory=0)  # every read is from the disk
+            self.store = perdure.connect(job["store"], wait_s=CONNECT_S, name=f"demo {job['kind']}")
         import torch
         from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -232,7 +250,10 @@ class _Run:
             return out.logits[0, -1]
 
 
-_JOBS = {"prepare": prepare, "cold": cold, "reference": reference, "restored": restored, "forked": forked}
+_JOBS = {
+    "prepare": prepare, "cold": cold, "reference": reference, "restored": restored, "outlives": outlives,
+    "forked": forked,
+}  # fmt: skip
 
 
 def main() -> int:

@@ -25,7 +25,7 @@ from __future__ import annotations
 import time
 from concurrent.futures import Future
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -48,7 +48,11 @@ from perdure.io.memory import aligned_buffer
 from perdure.keyspace import Keyspace
 from perdure.reports import ReadReport, WriteReport
 from perdure.segments.landing import BlockStatus
-from perdure.store import Store
+
+if TYPE_CHECKING:
+    from perdure.service.client import RemoteStore
+    from perdure.service.remote import RemoteKeyspace
+    from perdure.store import Store
 
 BLOCK_TOKENS = 16
 Pairs = list[tuple[torch.Tensor, torch.Tensor]]
@@ -58,7 +62,7 @@ HOLES_MAX = 4  # blocks computed again inside a prefix: each costs a forward of 
 
 
 def keyspace_for(
-    store: Store,
+    store: Store | RemoteStore,
     model: Any,
     *,
     tenant: str,
@@ -66,8 +70,8 @@ def keyspace_for(
     block_tokens: int = BLOCK_TOKENS,
     weights: str | None = None,
     codec: str | None = None,
-) -> Keyspace:
-    """The keyspace of a loaded model's KV.
+) -> Keyspace | RemoteKeyspace:
+    """The keyspace of a loaded model's KV, in a store of this process or of a service (`perdure.connect`).
 
     model_id: default is the path or name it was loaded from, without directories. weights: digest of the loaded weights
     ("algorithm:value") if the caller knows it; else they are hashed. Raises InvalidArgument for models not supported.
@@ -116,7 +120,7 @@ class PrefixCache:
     when the old weights return).
     """
 
-    def __init__(self, space: Keyspace, model: Any):
+    def __init__(self, space: Keyspace | RemoteKeyspace, model: Any):
         self.space, self.model = space, model
         self.geometry = geometry_of(model)
         wanted = self.geometry.layout(space.layout.block_tokens)
