@@ -14,8 +14,9 @@ import resource
 import sys
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -46,6 +47,17 @@ def raise_descriptors(wanted: int) -> None:
     most = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
     if most > soft:
         resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
+
+
+@contextmanager
+def more_descriptors(wanted: int) -> Iterator[None]:
+    """For a process started meanwhile, which inherits it; this one has its own limit again afterwards."""
+    before = resource.getrlimit(resource.RLIMIT_NOFILE)
+    raise_descriptors(wanted)
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, before)
 
 
 class Clients:
@@ -176,8 +188,9 @@ def rows(plan: Plan, base: Path, step: Callable[[str], None]) -> list[Row]:
     """All rows of this module."""
     clients = plan.idle + plan.processes * plan.threads + 1
     most = CONNECTIONS_PER_CLIENT * clients
-    raised = partial(raise_descriptors, DESCRIPTORS_PER_CLIENT * clients + 256)
-    with Host(base / "clients", memory=POOL_BYTES, clients_max=most, preexec=raised) as host:
+    with more_descriptors(DESCRIPTORS_PER_CLIENT * clients + 256):
+        started = Host(base / "clients", memory=POOL_BYTES, clients_max=most)
+    with started as host:
         crowd = Crowd(plan, str(host.socket))
         try:
             step("clients at work")
