@@ -154,6 +154,24 @@ def test_the_service_ends_with_the_block_that_failed(tmp_path: Path) -> None:
     assert not seen[0].socket.parent.exists()
 
 
+def test_the_service_ends_with_a_killed_benchmark(tmp_path: Path) -> None:
+    code = (
+        "import pathlib, sys\n"
+        "from perdure.benchmarks.service_host import Host\n"
+        "host = Host(pathlib.Path(sys.argv[1]), memory=1 << 23)\n"
+        "print(host.pid, host.socket.parent, flush=True)\n"
+        "input()\n"
+    )
+    beside = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    command = [sys.executable, "-c", code, str(tmp_path / "data")]
+    with subprocess.Popen(command, env=beside, text=True, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as bench:
+        assert bench.stdout is not None
+        pid, place = bench.stdout.readline().split()
+        bench.kill()
+        assert ends(int(pid))
+    shutil.rmtree(place)
+
+
 def test_a_service_that_cannot_start_says_its_last_words(tmp_path: Path) -> None:
     (tmp_path / "data").write_text("a file")
     with pytest.raises(ServiceFailed, match="data"):

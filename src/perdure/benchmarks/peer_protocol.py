@@ -75,7 +75,8 @@ _PR_SET_PDEATHSIG = 1
 
 
 def end_with_parent() -> None:
-    """As `preexec_fn` of a server's process: it is killed when the worker that started it ends, however that happens.
+    """Called in a server's process, as its `preexec_fn` for example: it is killed when the worker that started it ends,
+    however that happens.
 
     Makes one system call and takes no lock, so that it is safe between fork and exec."""
     _LIBC.prctl(_PR_SET_PDEATHSIG, int(signal.SIGKILL), 0, 0, 0)

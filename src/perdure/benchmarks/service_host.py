@@ -2,7 +2,8 @@
 
 Contract
 - Settings are the defaults but for what is given here; the environment's PERDURE_* settings do not count.
-- The process is told to end (SIGTERM) when the `with` block is left, also by an error, and killed if it does not.
+- The process is told to end (SIGTERM) when the `with` block is left, also by an error, and killed if it does not,
+  or if this process ends without having told it.
 - The socket is in a temporary directory of its own: a path below a long data directory would not fit a socket's name.
 """
 
@@ -16,7 +17,6 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -30,7 +30,7 @@ START_S = 60.0
 STOP_S = 60.0
 POLL_S = 0.02
 CAPACITY_BYTES = 64 * GIB
-_SERVE = "from perdure.cli import main; main()"
+_SERVE = "from perdure.benchmarks import peer_protocol; peer_protocol.end_with_parent(); from perdure.cli import main; main()"
 
 
 class ServiceFailed(PerdureError):
@@ -70,7 +70,6 @@ class Host:
         memory: int,
         listen: str = "",
         clients_max: int | None = None,
-        preexec: Callable[[], None] | None = None,
     ):
         self._place = Path(tempfile.mkdtemp(prefix="perdure-bench-"))
         self._log = self._place / "log"
@@ -86,9 +85,7 @@ class Host:
         environment = {key: value for key, value in os.environ.items() if not key.startswith("PERDURE_")}
         environment["PYTHONPATH"] = str(Path(perdure.__file__).parents[1])
         with self._log.open("wb") as log:
-            self._process = subprocess.Popen(
-                command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, env=environment, preexec_fn=preexec
-            )
+            self._process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, env=environment)
         try:
             self.listen = self._wait()
         except BaseException:

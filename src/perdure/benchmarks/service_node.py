@@ -12,7 +12,7 @@ from typing import Any
 
 import perdure
 from perdure.benchmarks import peer_perdure, target
-from perdure.benchmarks.peer_protocol import Bytes, end_with_parent, serve
+from perdure.benchmarks.peer_protocol import Bytes, serve
 from perdure.benchmarks.service_host import Host
 from perdure.errors import ServiceUnavailable
 from perdure.limits import GIB
@@ -30,7 +30,7 @@ class DataNode:
 
     def open(self, root: str, block_bytes: int, memory: bool) -> None:
         self.close()
-        self._host = Host(Path(root) / "data", memory=POOL_BYTES, listen=ADDRESS, preexec=end_with_parent)
+        self._host = Host(Path(root) / "data", memory=POOL_BYTES, listen=ADDRESS)
         if self._host.listen.rpartition(":")[2] in ("", "0"):
             raise ServiceUnavailable(f"the service does not say where it listens ({self._host.listen!r})")
         self._store = perdure.connect(f"tcp://{self._host.listen}", name="bench")
