@@ -30,7 +30,13 @@ START_S = 60.0
 STOP_S = 60.0
 POLL_S = 0.02
 CAPACITY_BYTES = 64 * GIB
-_SERVE = "from perdure.benchmarks import peer_protocol; peer_protocol.end_with_parent(); from perdure.cli import main; main()"
+_SERVE = """
+from perdure.benchmarks.peer_protocol import end_with_parent
+from perdure.cli import main
+
+end_with_parent()
+main()
+"""
 
 
 class ServiceFailed(PerdureError):
