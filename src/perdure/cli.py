@@ -182,6 +182,16 @@ def bench_peers(directory: Path, quick: bool, as_json: bool) -> None:
     _print_report(peers.run(directory, cache_dir=directory / "environments", quick=quick, json=as_json), as_json)
 
 
+@bench.command("service")
+@_bench_options
+def bench_service(directory: Path, quick: bool, as_json: bool) -> None:
+    """What the service costs: beside memcpy, the embedded store, a bare socket, Mooncake and LMCache."""
+    from perdure.benchmarks import service
+
+    directory.mkdir(parents=True, exist_ok=True)
+    _print_report(service.run(directory, cache_dir=directory / "environments", quick=quick, json=as_json), as_json)
+
+
 @main.command()
 @click.argument("directory", metavar="DIR", type=_DIRECTORY)
 @_JSON

@@ -237,7 +237,8 @@ class Server:
             else:
                 connection = _Connection(sock)
                 sock.setblocking(False)
-                self._connections[sock.fileno()] = connection
+                with self._lock:  # another thread may be walking over them
+                    self._connections[sock.fileno()] = connection
                 self._epoll.register(sock.fileno(), _ONCE)
         with suppress(OSError, ValueError):
             self._epoll.modify(self._listener.fileno(), select.EPOLLIN | select.EPOLLONESHOT)
