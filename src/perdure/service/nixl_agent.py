@@ -14,6 +14,7 @@ import importlib
 import logging
 import os
 import threading
+from pathlib import Path
 from typing import Any, Final
 
 from perdure.errors import ConfigError
@@ -22,6 +23,7 @@ from perdure.io.memory import address
 _MODULES: Final = ("nixl_cu12", "nixl_cu13")
 _HINT: Final = "pip install 'perdure[nixl]' (without CUDA: pip install --no-deps nixl-cu12==1.5.1)"
 _BACKEND: Final = "UCX"
+_RDMA: Final = Path("/sys/class/infiniband")
 
 
 class Broken(Exception):
@@ -99,6 +101,8 @@ def _call(function: Any, *arguments: Any) -> Any:
 
 
 def _load() -> Any:
+    if not _RDMA.exists():
+        os.environ.setdefault("UCX_MODULES", "^ib")  # its libraries in the wheel of 1.5.1 crash at exit (libnl-route)
     raising = logging.raiseExceptions
     for name in _MODULES:
         try:
