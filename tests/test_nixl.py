@@ -191,8 +191,7 @@ def test_memory_that_the_client_does_not_have_fails_and_the_node_goes_on(
             for verb in (hand.get, hand.put):
                 region = hand.offer(about, start, 2 * BLOCK).number
                 assert failed(verb(keys, region), "ServiceUnavailable", "by NIXL failed")
-                assert failed(verb(keys, region), "ProtocolError", "lost")
-                assert hand.ask(m.Unregister(6, region)).yes
+                assert failed(verb(keys, region), "ServiceUnavailable", "is over")
         assert read(space, keys) == [FOUND] * 2
         region = hand.offer(about, address(view), 4 * BLOCK).number
         assert hand.get(keys, region).statuses == bytes([FOUND]) * 2
@@ -214,8 +213,8 @@ def test_lengths_that_do_not_fit_are_refused(tmp_path: Path, memory: tuple[memor
         assert failed(hand.put(keys, region), "ProtocolError", "from a region")
         assert failed(hand.put(keys[:2], region, bytes(2 * BLOCK)), "ProtocolError", "bytes of payload")
         for nobody in (region + 1, -1, 2**40):
-            assert failed(hand.get(keys, nobody), "ProtocolError", "not registered")
-            assert failed(hand.put(keys, nobody), "ProtocolError", "not registered")
+            assert failed(hand.get(keys, nobody), "ServiceUnavailable", "is over")
+            assert failed(hand.put(keys, nobody), "ServiceUnavailable", "is over")
         more = chain(space, 2, 3)
         view[: 3 * BLOCK] = blocks_of(more).tobytes()
         assert hand.put(more, region).statuses == bytes([STORED]) * 3
@@ -258,47 +257,59 @@ def offering(nbytes: int) -> Iterator[tuple[subprocess.Popen[str], bytes, int]]:
 
 
 @pytest.fixture
-def halted(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> Iterator[tuple[ByHand, RemoteStore, subprocess.Popen[str], int]]:
-    """A client whose agent stands still, and the region that it has offered."""
+def halted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Any, ...]]:
+    """A client whose agent stands still, the region that it has offered, and how it offers that again."""
     monkeypatch.setenv("UCX_TLS", "tcp")  # where both sides have to move
     with node(tmp_path / "s") as (_, server, client), offering(4 * BLOCK) as (process, about, start):
-        keys = chain(space := keyspace(client), 1, 4)
+        space = keyspace(client)
+        keys = chain(space, 1, 4)
         write(space, keys)
-        with ByHand(server) as hand:
+        with ByHand(server) as hand, ByHand(server) as successor:
             region = hand.offer(about, start, 4 * BLOCK).number
             assert hand.get(keys, region).statuses == bytes([FOUND]) * 4
             process.send_signal(signal.SIGSTOP)
             tasks = Path(f"/proc/{process.pid}/task")
             until(lambda: {one.read_text().rpartition(")")[2].split()[0] for one in tasks.glob("*/stat")} == {"T"})
-            yield hand, client, process, region
+            offers = [lambda by=by: by.offer(about, start, 4 * BLOCK) for by in (hand, successor)]
+            yield hand, space, process, region, offers
 
 
 @pytest.mark.parametrize("ends", [False, True])
 @pytest.mark.parametrize("verb", ["get", "put"])
 def test_a_client_that_stands_still_or_dies_in_the_middle_is_late(halted: Any, verb: str, ends: bool) -> None:
-    hand, client, process, region = halted
-    space = keyspace(client)
+    hand, space, process, region, offers = halted
     keys, more = chain(space, 1, 4), chain(space, 2, 4)
     if verb == "get":
         assert hand.get(keys, region, 0.2).statuses == bytes([LATE]) * 4
     else:
         assert hand.put(more, region, left_s=0.2).statuses == bytes([WRITE_LATE]) * 4
         assert space.lookup(more) == 0
-    assert failed(hand.get(keys, region), "ProtocolError", "lost")
-    assert not hand.ask(m.Unregister(6, region)).yes
+    assert failed(hand.get(keys, region), "ServiceUnavailable", "is over")
+    for offer in offers:
+        assert failed(offer(), "ServiceBusy", "later")
     assert read(space, keys) == [FOUND] * 4
     process.send_signal(signal.SIGKILL if ends else signal.SIGCONT)
-    until(lambda: hand.ask(m.Unregister(6, region)).yes)
+    until(lambda: isinstance(offers[1](), m.Made))
 
 
 def test_who_stands_still_for_long_is_cut_off(halted: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    hand, client, _, region = halted
+    hand, space, _, region, offers = halted
     monkeypatch.setattr(limits, "stall_s", 0.5)
-    keys = chain(keyspace(client), 1, 4)
-    assert hand.get(keys, region, 0.2).statuses == bytes([LATE]) * 4
-    until(lambda: hand.ask(m.Unregister(6, region)).yes)
+    assert hand.get(chain(space, 1, 4), region, 0.2).statuses == bytes([LATE]) * 4
+    until(lambda: isinstance(offers[0](), m.Made))
+
+
+def test_memory_that_is_offered_again_ends_the_region_it_was(tmp_path: Path, memory: tuple[memoryview, bytes]) -> None:
+    view, about = memory
+    with node(tmp_path / "s") as (_, server, client), ByHand(server) as hand, ByHand(server) as successor:
+        space = keyspace(client)
+        keys = chain(space, 1, 2)
+        write(space, keys)
+        for _ in range(limits.regions_per_client_max + 1):
+            first = hand.offer(about, address(view), 4 * BLOCK).number
+            second = successor.offer(about, address(view), 4 * BLOCK).number
+            assert failed(hand.get(keys, first), "ServiceUnavailable", "is over")
+        assert successor.get(keys, second).statuses == bytes([FOUND]) * 2
 
 
 _WORK = """

@@ -3,8 +3,9 @@
 Contract
 - Questions and answers go by TCP as before. The node writes found blocks into a landing of this process's own, and
   reads blocks to be stored from there; the caller's memory is never known to NIXL.
-- A landing serves one question at a time. One whose question did not end well may still be written into: it is used
-  again only when the node says that nothing is going on, or has been replaced; its memory stays until the process ends.
+- A landing serves one question at a time. One whose question did not end well may still be written into: it is lost
+  until the node takes it anew, which says that nothing touches it (a node that replaced another has the store to
+  itself). Of a closed client it stays until the process ends.
 - Blocks larger than a landing go by TCP; so does everything while `limits.nixl_lost_regions_max` landings are lost.
 """
 
@@ -15,7 +16,7 @@ import threading
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, Final
+from typing import Final
 
 import numpy as np
 from numpy.typing import NDArray
@@ -23,7 +24,7 @@ from numpy.typing import NDArray
 from perdure import limits
 from perdure.buffers import Parts, copy_parts
 from perdure.catalog.api import KeyArray
-from perdure.errors import ConfigError, ProtocolError, ServiceUnavailable
+from perdure.errors import ConfigError, ProtocolError, ServiceBusy, ServiceUnavailable
 from perdure.io.memory import address
 from perdure.reports import ReadReport, WriteReport, WriteStatus
 from perdure.segments.landing import BlockStatus
@@ -129,37 +130,30 @@ class Landings:
             self._changed.notify()
 
     def _introduce(self, landing: Landing, run: Run, until: float) -> None:
-        def known(answer: Any) -> None:
-            if isinstance(answer, m.Made) and landing.run is not run:
-                landing.run, landing.number = run, answer.number
+        def offer(number: int) -> m.Message:
+            return m.Region(number, "nixl", _BYTES, landing.about, landing.start)
 
         if landing.run is not run:
-            known(
-                self._transport.ask(
-                    run, lambda i: m.Region(i, "nixl", _BYTES, landing.about, landing.start), until, settle=known
-                )
-            )
+            landing.number = self._transport.ask(run, offer, until).number
+            landing.run = run
 
     def _recover(self, run: Run, until: float) -> None:
-        """Use again what nobody can touch any more."""
-        with self._changed:
-            lost, self._lost = self._lost, []
-        try:
-            for landing in lost:
-                if landing.run is run:
-                    landing.settled = self._returned(run, landing.number, until)
-                elif landing.run is not None:  # the store is locked by one process at a time: the other one is dead
-                    landing.settled = landing.run.welcome.boot != run.welcome.boot
-        finally:
+        """Offer what is lost again."""
+        while self._lost:
             with self._changed:
-                self._lost += [one for one in lost if not one.settled]
-                for landing in lost:
-                    if landing.settled:
-                        landing.run = None
-                        self._idle.append(landing)
-
-    def _returned(self, run: Run, number: int, until: float) -> bool:
-        return bool(self._transport.ask(run, lambda i: m.Unregister(i, number), until).yes)
+                if not self._lost:
+                    return
+                landing = self._lost.pop(0)
+                landing.run = None
+            try:
+                self._introduce(landing, run, until)
+                landing.settled = True
+            except ServiceBusy:
+                return
+            finally:
+                with self._changed:
+                    (self._idle if landing.settled else self._lost).append(landing)
+                    self._changed.notify()
 
     def close(self) -> None:
         with self._changed:

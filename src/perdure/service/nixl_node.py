@@ -4,7 +4,9 @@ Contract
 - The node alone starts transfers; it registers bounce buffers only, never the pool, and tells no client of them.
 - Every transfer has a deadline. One that is late goes on by itself: its region is lost, its bounce buffer is not used
   again before NIXL says that it has ended. After `limits.stall_s` the connection to that client's agent is closed.
-- A region is used by one question at a time, and never again after a transfer that did not end well.
+- A region is never used again after a transfer that did not end well. Its memory may be offered again, by the same
+  client or its successor, when nothing touches it any more: until then the offer is refused, afterwards the old region
+  is over, whoever may still ask for it.
 - Offered only where the operator has chosen UCX's transports (UCX_TLS): see `nixl_agent` for whom that trusts.
 """
 
@@ -19,7 +21,7 @@ from typing import Any, NamedTuple, NoReturn
 
 from perdure import limits
 from perdure.buffers import copy_parts
-from perdure.errors import ConfigError, InvalidArgument, ProtocolError, ServiceUnavailable
+from perdure.errors import ConfigError, InvalidArgument, ProtocolError, ServiceBusy, ServiceUnavailable
 from perdure.io.memory import address
 from perdure.pool.dram import DramPool
 from perdure.service import messages as m
@@ -73,7 +75,7 @@ class Far(Region):
 
     @contextmanager
     def used(self) -> Iterator[Far]:
-        """Hold it for one question. Raises ProtocolError if it is in use, lost or given back."""
+        """Hold it for one question. Raises ServiceUnavailable if it is lost or over."""
         self._mover.enter(self)
         try:
             yield self
@@ -109,9 +111,6 @@ class Far(Region):
             return bounce
         return bounce if self._mover.move("READ", self, bounce, nbytes, until) else None
 
-    def idle(self) -> bool:
-        return self._mover.idle(self)
-
     def close(self) -> None:
         self._mover.end(self)
 
@@ -124,13 +123,15 @@ class Mover:
         self._agent: Agent | None = None
         self._changed = threading.Condition()
         self._known: dict[str, _Known] = {}
+        self._fars: dict[tuple[str, int], Far] = {}  # by agent and address
         self._bounces: list[Bounce] = []
         self._made = 0
         self._unsettled: list[_Unsettled] = []
 
     # --- regions
     def register(self, q: m.Region) -> Far:
-        """Raises ServiceUnavailable where NIXL is not offered, InvalidArgument for what NIXL cannot read."""
+        """Raises ServiceUnavailable where NIXL is not offered, InvalidArgument for what NIXL cannot read, ServiceBusy
+        while a transfer may still touch the memory."""
         if not 0 < q.nbytes <= limits.frame_blocks_bytes_max or not 0 < q.start < 2**64 - q.nbytes:
             raise InvalidArgument(f"{q.nbytes} bytes at {q.start}: 1 to {limits.frame_blocks_bytes_max} can be offered")
         with self._changed:
@@ -141,7 +142,16 @@ class Mover:
                 raise InvalidArgument(f"about: not what a NIXL agent says of itself ({error})") from None
             known = self._known.setdefault(name, _Known(name))
             known.regions += 1
-        return Far(self, known, q.start, q.nbytes)
+            far = Far(self, known, q.start, q.nbytes)
+            self._sweep()
+            old = self._fars.get((name, q.start))
+            if old is not None and old.users:
+                self._drop(far)
+                raise ServiceBusy("a transfer may still touch this memory; offer it again later")
+            self._fars[name, q.start] = far
+            if old is not None:
+                self.end(old)
+        return far
 
     def _made_agent(self) -> Agent:
         if self._agent is None:
@@ -159,8 +169,8 @@ class Mover:
     def enter(self, far: Far) -> None:
         with self._changed:
             self._sweep()
-            if far.users or far.ended or far.lost:
-                raise ProtocolError("the region is in use, lost or given back; register another one")
+            if far.ended or far.lost:
+                raise ServiceUnavailable("the region is over; offer its memory again")
             far.users += 1
 
     def leave(self, far: Far) -> None:
@@ -169,11 +179,6 @@ class Mover:
             if far.ended and not far.users:
                 self._drop(far)
 
-    def idle(self, far: Far) -> bool:
-        with self._changed:
-            self._sweep()
-            return not far.users
-
     def end(self, far: Far) -> None:
         with self._changed:
             first, far.ended = not far.ended, True
@@ -181,6 +186,8 @@ class Mover:
                 self._drop(far)
 
     def _drop(self, far: Far) -> None:
+        if self._fars.get((far.known.name, far.start)) is far:
+            del self._fars[far.known.name, far.start]
         far.known.regions -= 1
         if not far.known.regions:
             self._forget(far.known)

@@ -20,7 +20,7 @@ from contextlib import AbstractContextManager, nullcontext, suppress
 from typing import TYPE_CHECKING, Any
 
 from perdure import limits
-from perdure.errors import ConfigError, PerdureError, ProtocolError, ServiceBusy, StorePathError
+from perdure.errors import ConfigError, PerdureError, ProtocolError, ServiceBusy, ServiceUnavailable, StorePathError
 from perdure.reports import WriteStatus
 from perdure.segments.landing import BlockStatus
 from perdure.service import messages as m
@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 _LOG = logging.getLogger("perdure.node")
 _ALLOWED = (
     m.OpenSpace, m.Lookup, m.Present, m.Reserve, m.EndLease, m.Pin, m.Unpin, m.Hint, m.Advise, m.Status, m.Explain,
-    m.ExplainPrefix, m.Sync, m.Unregister,
+    m.ExplainPrefix, m.Sync,
 )  # fmt: skip
 _PROBLEMS_MAX = 64  # told per frame
 
@@ -269,9 +269,9 @@ def _far(peer: Peer, number: int) -> AbstractContextManager[Far | None]:
     """The memory that a question names, held for it."""
     if not number:
         return nullcontext()
-    region = peer.region(number)
+    region = peer.regions.get(number)
     if not isinstance(region, Far):
-        raise ProtocolError(f"region {number} is not on another host")
+        raise ServiceUnavailable(f"region {number} is over, or never was")
     return region.used()
 
 

@@ -230,6 +230,8 @@ class Verbs:
 
     # --- regions
     def _region(self, peer: Peer, q: m.Region, fds: list[int]) -> Reply:
+        for number in [number for number, one in peer.regions.items() if isinstance(one, Far) and one.ended]:
+            peer.regions.pop(number, None)
         if len(peer.regions) >= limits.regions_per_client_max:
             raise ServiceBusy(f"{limits.regions_per_client_max} regions are registered; unregister some")
         if not 0 < q.nbytes <= limits.region_bytes_max:
@@ -254,13 +256,10 @@ class Verbs:
         return m.Made(q.id, number, region.nbytes), out
 
     def _unregister(self, peer: Peer, q: m.Unregister) -> Reply:
-        region = peer.regions.get(q.region)
-        if isinstance(region, Far) and not region.idle():
-            return m.Answered(q.id, False), []
         region = peer.regions.pop(q.region, None)
         if region is not None:
             region.close()
-        return m.Answered(q.id, region is not None or bool(peer.remote)), []
+        return m.Answered(q.id, region is not None), []
 
     # --- lifetimes
     def _reserve(self, peer: Peer, q: m.Reserve) -> Reply:
