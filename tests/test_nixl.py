@@ -73,6 +73,17 @@ class TestNixl(TransportConformance):
         assert read(space, keys) == [FOUND] * 3
         assert landing.view[: 3 * BLOCK].tobytes() == b"".join(block_of(key.tobytes(), BLOCK) for key in keys)
 
+    def test_a_forked_child_leaves_the_parents_agent_alone(self, client: RemoteStore) -> None:
+        space = keyspace(client)
+        keys = chain(space, 1, 2)
+        write(space, keys)
+        child = os.fork()
+        if child == 0:
+            client.close()
+            os._exit(0)
+        assert os.waitpid(child, 0)[1] == 0
+        assert read(space, keys) == [FOUND] * 2
+
     def test_a_batch_longer_than_a_landing_comes_back(self, client: RemoteStore) -> None:
         space = keyspace(client, block_bytes=3 * MIB)
         keys = chain(space, 1, 12)

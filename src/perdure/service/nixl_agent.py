@@ -10,10 +10,12 @@ Contract
 
 from __future__ import annotations
 
+import ctypes
 import importlib
 import logging
 import os
 import threading
+import weakref
 from pathlib import Path
 from typing import Any, Final
 
@@ -40,6 +42,7 @@ class Agent:
         self._made: Any = _call(nixl.nixl_agent, self.name, nixl.nixl_agent_config(backends=[_BACKEND]))
         if _BACKEND not in self._agent.backends:
             raise ConfigError("NIXL is installed without its UCX plugin")
+        _agents.add(self)
 
     def register(self, view: memoryview) -> bytes:
         """Let transfers reach this memory; what another agent must be told about it."""
@@ -91,6 +94,20 @@ class Agent:
         if self._made is None:
             raise Broken("this agent was closed")
         return self._made
+
+
+_agents: weakref.WeakSet[Agent] = weakref.WeakSet()
+
+
+def _after_fork() -> None:
+    """The child must not destroy its copies: it would wait for threads it lacks, and disturb the parent's epoll."""
+    for agent in list(_agents):
+        made, agent._made = agent._made, None  # noqa: SLF001 (same module)
+        if made is not None:
+            ctypes.pythonapi.Py_IncRef(ctypes.py_object(made.agent))
+
+
+os.register_at_fork(after_in_child=_after_fork)
 
 
 def _call(function: Any, *arguments: Any) -> Any:
