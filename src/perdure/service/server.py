@@ -142,6 +142,7 @@ class Server:
                 thread.join(max(0.0, give_up - time.monotonic()))
         for peer in list(self._peers.values()):
             peer.end()
+        self.verbs.mover.close()
         for connection in list(self._connections.values()):
             self._close(connection)
         self._listener.close()

@@ -20,6 +20,7 @@ from perdure.reports import ReadReport, WriteStatus
 from perdure.segments.landing import BlockStatus
 from perdure.service import messages as m
 from perdure.service.domains import Domain, Domains
+from perdure.service.nixl_node import Far, Mover
 from perdure.service.peers import Peer, Ring, found_slots
 from perdure.service.regions import LentRegion, Region, register
 from perdure.service.shared import CHUNKS, RING_BYTES
@@ -38,6 +39,7 @@ WRITING = (m.Write, m.Sync, m.Reserve, m.EndLease, m.Pin, m.Unpin, m.OpenSpace, 
 class Verbs:
     def __init__(self, store: Store, domains: Domains, status: Callable[[], dict[str, Any]]):
         self._store, self._core, self._domains, self._status = store, store.core, domains, status
+        self.mover = Mover(store.core.pool)
         self._handlers: dict[type, Callable[..., Reply]] = {
             m.OpenSpace: self._open_space, m.Attach: self._attach, m.Lookup: self._lookup, m.Present: self._present,
             m.Fetch: self._fetch, m.Release: self._release, m.Read: self._read, m.Settled: self._settled,
@@ -244,6 +246,8 @@ class Verbs:
 
     # --- regions
     def _region(self, peer: Peer, q: m.Region, fds: list[int]) -> Reply:
+        for number in [number for number, one in peer.regions.items() if isinstance(one, Far) and one.ended]:
+            peer.regions.pop(number, None)
         if len(peer.regions) >= limits.regions_per_client_max:
             raise ServiceBusy(f"{limits.regions_per_client_max} regions are registered; unregister some")
         if not 0 < q.nbytes <= limits.region_bytes_max:
@@ -256,6 +260,8 @@ class Verbs:
         elif q.kind in ("staging", "landing"):
             region = LentRegion(self._core.pool, q.kind, q.nbytes)
             out = [os.dup(region.memory.fd)]
+        elif q.kind == "nixl" and peer.remote:
+            region, out = self.mover.register(q), []
         else:
             raise ProtocolError(f"region kind {q.kind!r}: must be staging, landing or client")
         number = peer.number()
