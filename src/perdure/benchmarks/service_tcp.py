@@ -25,6 +25,7 @@ from perdure.benchmarks.service_host import Plan
 MOONCAKE = "0.3.13.post1"
 MOONCAKE_PACKAGE = "mooncake-transfer-engine-non-cuda"
 TARGETS = {"bare": 0.80, "mooncake": 2.5, "lmcache": None}
+NOTE = "ours and the bare socket choose cubic on loopback; peers have the system's congestion control"
 NAMES = {
     "bare": "bare TCP socket",
     "mooncake": f"Mooncake {MOONCAKE}, TCP, batch_get_into",
@@ -103,7 +104,7 @@ def _batch_rows(plan: Plan, batch: int, base: Path, systems: Systems, wanted: Se
             made.append(_absent(plan, batch, key, failed[key]))
             continue
         ours, reference = one.series[peers.WARM, OURS], one.series[peers.WARM, key]
-        made.append(rate_row(_name(plan, batch, NAMES[key]), ours, reference, NAMES[key], target=TARGETS[key]))
+        made.append(rate_row(_name(plan, batch, NAMES[key]), ours, reference, NAMES[key], target=TARGETS[key], note=NOTE))
     return made
 
 

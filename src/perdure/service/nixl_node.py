@@ -66,6 +66,7 @@ class Far(Region):
     """Memory of a client on another host."""
 
     def __init__(self, mover: Mover, known: _Known, start: int, nbytes: int):
+        super().__init__()
         self._mover, self.known, self.start, self.nbytes = mover, known, start, nbytes
         self.users = 0
         self.ended = self.lost = False
@@ -111,7 +112,7 @@ class Far(Region):
             return bounce
         return bounce if self._mover.move("READ", self, bounce, nbytes, until) else None
 
-    def close(self) -> None:
+    def _let_go(self) -> None:
         self._mover.end(self)
 
 
