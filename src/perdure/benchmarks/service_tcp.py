@@ -104,7 +104,8 @@ def _batch_rows(plan: Plan, batch: int, base: Path, systems: Systems, wanted: Se
             made.append(_absent(plan, batch, key, failed[key]))
             continue
         ours, reference = one.series[peers.WARM, OURS], one.series[peers.WARM, key]
-        made.append(rate_row(_name(plan, batch, NAMES[key]), ours, reference, NAMES[key], target=TARGETS[key], note=NOTE))
+        name = _name(plan, batch, NAMES[key])
+        made.append(rate_row(name, ours, reference, NAMES[key], target=TARGETS[key], note=NOTE))
     return made
 
 

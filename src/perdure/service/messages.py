@@ -341,6 +341,7 @@ Answer = (
 
 NO_SLOT = 0xFFFF_FFFF_FFFF_FFFF
 SLOT_INDEX_BITS = 16  # a chunk has at most 2^14 slots
+SLOT_INDEX_MASK = (1 << SLOT_INDEX_BITS) - 1
 _encoder = msgspec.msgpack.Encoder()
 _questions: msgspec.msgpack.Decoder[Any] = msgspec.msgpack.Decoder(Question)
 _answers: msgspec.msgpack.Decoder[Any] = msgspec.msgpack.Decoder(Answer)
@@ -405,7 +406,7 @@ def pack_slot(chunk: int, index: int) -> int:
 
 def unpack_slot(packed: int) -> tuple[int, int]:
     """(number of the chunk, index of the slot)."""
-    return packed >> SLOT_INDEX_BITS, packed & ((1 << SLOT_INDEX_BITS) - 1)
+    return packed >> SLOT_INDEX_BITS, packed & SLOT_INDEX_MASK
 
 
 def layout_fields(layout: KVLayout) -> dict[str, Any]:

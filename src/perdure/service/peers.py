@@ -247,9 +247,9 @@ class Peer:
 
 def found_slots(slots: list[Slot | None], packed: np.ndarray[tuple[int], np.dtype[np.uint64]]) -> list[Slot]:
     """The slots that are there; writes their numbers into `packed`."""
-    there = []
-    for place, slot in enumerate(slots):
-        if slot is not None:
-            packed[place] = pack_slot(slot.chunk.number, slot.index)
-            there.append(slot)
+    there = [slot for slot in slots if slot is not None]
+    numbers = [pack_slot(slot.chunk.number, slot.index) for slot in there]
+    packed[[place for place, slot in enumerate(slots) if slot is not None] if len(there) < len(slots) else ...] = (
+        numbers
+    )
     return there

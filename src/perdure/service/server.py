@@ -382,11 +382,9 @@ class Server:
         assert peer is not None
         out: list[int] = []
         try:
-            try:
-                answer, out = self.verbs.answer(peer, question, fds)
-            except PerdureError as error:
-                answer = m.failure(question.id, error)
-            self.note(peer, question, answer, time.monotonic() - since)
+            answer, out = self.verbs.answer(peer, question, fds)
+        except PerdureError as error:
+            answer = m.failure(question.id, error)
         except Exception as error:  # noqa: BLE001 (a question must not end the service)
             _LOG.exception("a question failed")
             answer = m.failure(question.id, error)
@@ -394,11 +392,16 @@ class Server:
             self._send(connection, answer, out)
         for fd in (*fds, *out):
             os.close(fd)
+        self.note(peer, question, answer, time.monotonic() - since)
         self._arm(connection)
 
     def note(self, peer: Peer, question: Any, answer: m.Message, seconds: float) -> None:
-        if self.metrics is not None:
-            count(self.metrics, peer, question, answer, seconds)
+        """Count a question that has been answered: nobody waits for this. Never raises."""
+        try:
+            if self.metrics is not None:
+                count(self.metrics, peer, question, answer, seconds)
+        except Exception:  # noqa: BLE001 (metrics must not end the service)
+            _LOG.exception("a question could not be counted")
 
     def _send(self, connection: _Connection, answer: m.Message, fds: list[int]) -> None:
         data = m.encode(answer)
