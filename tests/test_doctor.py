@@ -114,6 +114,19 @@ def test_no_cgroup_limit(tmp_path: Path) -> None:
     assert doctor.cgroup_limit(Subject(tmp_path, GIB, None, root)) is None
 
 
+@pytest.mark.parametrize(("limit", "most"), [(None, 16 * GIB - GIB // 4), (4 * GIB, 4 * GIB), (32 * GIB, None)])
+def test_the_largest_pool_possible(tmp_path: Path, limit: int | None, most: int | None) -> None:
+    files = {} if limit is None else {"sys__fs__cgroup__a__b__memory.max": f"{limit}\n"}
+    root = made_up(tmp_path, **files)
+    found, why = doctor.pool_bytes_max(Subject(tmp_path, GIB, None, root))
+    assert found == (16 * GIB - GIB // 4 if most is None else most)
+    assert ("cgroup" in why) == (most == limit)
+    for memory, bad in ((found, False), (found + 1, True)):
+        checks = verdicts(Subject(tmp_path, memory, None, root))
+        assert ("bad" in (checks["memory"].verdict, checks["cgroup memory"].verdict)) == bad
+    assert 0 < doctor.pool_bytes_advised(found) < found
+
+
 def test_huge_pages(tmp_path: Path) -> None:
     name = "sys__kernel__mm__transparent_hugepage__shmem_enabled"
     root = made_up(tmp_path, **{name: "always within_size advise [never]\n"})

@@ -22,6 +22,7 @@ from perdure import RemoteStore, limits
 from perdure.errors import ConfigError, InvalidArgument, ProtocolError, ServiceUnavailable, StorePathError
 from perdure.limits import MIB
 from perdure.service import messages as m
+from perdure.service import nixl_agent
 from perdure.service.outgoing import gather
 from perdure.service.server import Server
 from perdure.service.streams import Stream, TlsFiles
@@ -151,6 +152,35 @@ def test_nothing_is_mapped_or_registered_over_tcp(tmp_path: Path) -> None:
             assert isinstance(answer, m.Failed)
             assert "no question for another host" in answer.message
         stream.close()
+
+
+# --- NIXL where it is not (with it: test_nixl.py)
+def test_who_asks_for_nixl_without_having_it_is_told_how_to_install_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(nixl_agent, "_MODULES", ())
+    with node(tmp_path / "s") as (_, server, _):
+        with pytest.raises(ConfigError, match=r"pip install 'perdure\[nixl\]'"):
+            perdure.connect(tcp_address(server).replace("tcp://", "nixl://"))
+        until(lambda: len(server.status()["clients"]) == 1)
+
+
+@pytest.mark.parametrize(("transports", "why"), [("tcp", "is not installed"), ("", "UCX_TLS")])
+def test_a_node_that_does_not_offer_nixl_says_why(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, transports: str, why: str
+) -> None:
+    monkeypatch.setattr(nixl_agent, "_MODULES", ())
+    monkeypatch.setenv("UCX_TLS", transports)
+    with node(tmp_path / "s") as (_, server, client):
+        stream = greeted(server)
+        stream.send(m.encode(m.Region(3, "nixl", 4096, b"about", 4096)))
+        answer = m.decode_answer(stream.receive(FOREVER)[0])
+        assert isinstance(answer, m.Failed)
+        assert answer.kind == "ServiceUnavailable"
+        assert why in answer.message
+        stream.close()
+        space = keyspace(client)
+        assert write(space, chain(space, 1, 2)) == [STORED] * 2
 
 
 # --- connections that fail (FAULTS 20)

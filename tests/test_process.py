@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 
 import perdure
+from perdure import limits
 from perdure import store as stores
 from perdure.errors import ConfigError
 from perdure.io.engine import ThreadEngine
@@ -160,6 +161,40 @@ def test_what_cannot_start_leaves_nothing_open(tmp_path: Path) -> None:
     assert signal.getsignal(signal.SIGTERM) is before[0]
     with perdure.open(tmp_path / "data", memory=0):
         pass  # nobody holds it
+
+
+@pytest.mark.parametrize("limit", ["machine", "memory.max", "memory.limit_in_bytes"])
+def test_a_pool_larger_than_the_memory_is_refused_at_the_start(tmp_path: Path, limit: str) -> None:
+    """FAULTS 21: not when the kernel ends the service. Nothing is created."""
+    cgroup = {"memory.max": "0::/a\n", "memory.limit_in_bytes": "3:memory:/a\n"}.get(limit, "0::/\n")
+    files = {"proc/meminfo": "MemTotal: 16777216 kB\nMemAvailable: 16777216 kB\n", "proc/self/cgroup": cgroup}
+    if limit != "machine":
+        base = "sys/fs/cgroup/a" if limit == "memory.max" else "sys/fs/cgroup/memory/a"
+        files[f"{base}/{limit}"] = f"{4 * limits.GIB}\n"
+    for name, content in files.items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(content)
+    has = (16 if limit == "machine" else 4) * limits.GIB
+    chosen = load({"data": str(tmp_path / "data"), "memory": str(has + 1)}, None, {}).settings
+    before = sys.getswitchinterval()
+    try:
+        with pytest.raises(ConfigError) as caught:
+            process.run(chosen, system=tmp_path)
+    finally:
+        sys.setswitchinterval(before)
+    message = str(caught.value)
+    assert f"memory={has + 1}:" in message
+    assert f"{has} bytes" in message
+    assert not (tmp_path / "data").exists()
+    advised = message.partition("write memory=")[2].partition(" ")[0]
+    process.check_memory(load({"data": "/d", "memory": advised}, None, {}).settings, tmp_path)
+
+
+def test_memory_that_cannot_be_looked_at_is_no_reason_not_to_start(tmp_path: Path) -> None:
+    chosen = load({"data": str(tmp_path / "data"), "memory": "900TiB"}, None, {}).settings
+    process.check_memory(chosen, tmp_path)
+    with pytest.raises(ConfigError, match="this machine has"):
+        process.check_memory(chosen)
 
 
 def test_cpus_and_nice(tmp_path: Path, services: list[Service]) -> None:

@@ -18,7 +18,7 @@ import pytest
 from support.blocks import wrong_books
 
 import perdure
-from perdure import Durability, Keyspace, Seams, Store
+from perdure import Durability, Keyspace, Seams, Store, limits
 from perdure.catalog.api import KeyArray, SegmentState
 from perdure.catalog.faulty import FailCalls, FaultyIndex
 from perdure.clock import FakeClock
@@ -26,6 +26,7 @@ from perdure.io.api import File, Files
 from perdure.io.files import PosixFiles
 from perdure.io.siblings import FaultWhile, FaultyFiles
 from perdure.io.wrappers import FileAround, FilesAround
+from perdure.segments.space import NoSpace, SpaceBudget, kept_back_bytes
 from perdure.testing.store import (
     EXISTS,
     FOUND,
@@ -154,6 +155,54 @@ def test_small_capacity_given_later_is_kept_to(opened: Opening, clock: FakeClock
     fill(space, clock, range(20, 21))
     assert store.status()["used_bytes"] <= 6 * MIB
     assert whole(space, [chain(space, number, PER_SEGMENT) for number in range(12)]) == list(range(8, 12))
+
+
+@pytest.mark.parametrize("capacity", [8 * MIB, 1 << 30, 32 << 30, 4 << 40])
+def test_what_is_kept_back_is_a_segment_and_a_hundredth(capacity: int) -> None:
+    segment = min(max(capacity // limits.segments_per_capacity_min, MIB), limits.segment_bytes_max)
+    kept = kept_back_bytes(capacity, segment)
+    assert segment <= kept < capacity // 2
+    assert kept >= capacity // 100
+    budget = SpaceBudget(capacity, kept)
+    budget.take(b"a", capacity - kept, least=1)
+    with pytest.raises(NoSpace):
+        budget.take(b"b", 1, least=1)
+    assert budget.take(b"b", capacity, least=1, reserve=True) == kept
+    with pytest.raises(NoSpace):
+        budget.take(b"c", 1, least=1, reserve=True)
+
+
+def test_a_large_full_store_seals_deletes_and_goes_on(tmp_path: Path, clock: FakeClock) -> None:
+    """A store of 32 GiB, all but 48 MiB of it in use by others: new blocks leave alone what is kept back, pinned ones
+    are copied into it."""
+    with closing(perdure.open(tmp_path / "s", capacity=32 << 30, memory=0, seams=Seams(clock=clock))) as store:
+        assert store.wait_ready(30.0)
+        budget = store.core.space
+        kept = budget.kept_back
+        assert kept >= budget.capacity // 100
+        budget.settle(b"others", budget.capacity - kept - 48 * MIB)
+        space = keyspace(store, block_bytes=BLOCK)
+        pinned = fill(space, clock, range(1))[0]
+        pin = space.pin(pinned, ttl_s=360_000.0)
+        most = 0
+        for number in range(1, 120):
+            clock.advance(60)
+            keys = chain(space, number, PER_SEGMENT)
+            assert write(space, keys) == [STORED] * PER_SEGMENT
+            most = max(most, budget.used)
+        assert most <= budget.capacity
+        assert store.status()["reclaim"]["segments_dropped"] > 0
+        assert store.status()["reclaim"]["blocks_copied"] > 0
+        assert read(space, pinned) == [FOUND] * PER_SEGMENT
+        assert read(space, keys) == [FOUND] * PER_SEGMENT
+        assert pin.release()
+        for opened in store.core.writer.open_segments():  # the fullest moment to seal in
+            store.core.writer.retire(opened)
+        sealed = store.status()["segments"]["sealed"]["count"]
+        assert len(list(store.path.glob("segments/*/*.idx"))) == sealed > 0
+        assert store.core.reclaimer.make_room(48 * MIB)
+        assert budget.used <= budget.capacity - kept - 48 * MIB
+        assert not wrong_books(store, settled=False)
 
 
 # --- the order

@@ -111,15 +111,19 @@ def rebuild(directory: Path, as_json: bool) -> None:
 @click.argument("key", metavar="KEY")
 @_JSON
 def explain(directory: Path, key: str, as_json: bool) -> None:
-    """Why the block with KEY (64 hex digits) is a hit or a miss: where it is, whose, whether it verifies, its past."""
+    """Why the block with KEY (64 hex digits) is a hit or a miss: where it is, whose, whether it verifies, its past.
+
+    A service that runs for DIR is asked, which knows its memory too; else the store is looked at beside its writer."""
     from perdure.errors import InvalidArgument
 
     try:
         raw = bytes.fromhex(key)
     except ValueError:
         raise InvalidArgument(f"KEY {key!r}: must be 64 hex digits, as `perdure verify` prints them") from None
-    with _open(directory) as store:
-        answer = store.explain(raw)
+    answer = cli_service.explained_by_service(directory, raw)
+    if answer is None:
+        with _open(directory) as store:
+            answer = store.explain(raw) | {"answered_by": "store"}
     if as_json:
         _print_json(answer)
         return
@@ -133,6 +137,9 @@ def explain(directory: Path, key: str, as_json: bool) -> None:
             f"{record['block_bytes']} bytes ({record['stored_bytes']} stored, codec {record['codec']}, "
             f"{record['durability']}) in {answer['file']} at {record['offset']} ({answer['segment_state']})"
         )
+    memory = answer.get("memory")
+    if memory:
+        click.echo(f"in memory: {'yes' if memory['held'] else 'no'}, in use by {memory['pins']} views or copies")
     for one in answer["incidents"]:
         click.echo(f"incident at {one['at_s']}: {one['kind']}: {one['why']} ({one['segment']} at {one['offset']})")
 
@@ -173,6 +180,16 @@ def bench_peers(directory: Path, quick: bool, as_json: bool) -> None:
 
     directory.mkdir(parents=True, exist_ok=True)
     _print_report(peers.run(directory, cache_dir=directory / "environments", quick=quick, json=as_json), as_json)
+
+
+@bench.command("service")
+@_bench_options
+def bench_service(directory: Path, quick: bool, as_json: bool) -> None:
+    """What the service costs: beside memcpy, the embedded store, a bare socket, Mooncake and LMCache."""
+    from perdure.benchmarks import service
+
+    directory.mkdir(parents=True, exist_ok=True)
+    _print_report(service.run(directory, cache_dir=directory / "environments", quick=quick, json=as_json), as_json)
 
 
 @main.command()

@@ -1,4 +1,5 @@
-"""The commands about the service: serve, config, doctor, top. Registered by `cli`; imports only click at the top.
+"""The commands about the service: serve, config, doctor, top; and asking it. Registered by `cli`; imports only click at
+the top.
 
 Exit status as in `cli`: 0 fine, 1 bad news (`doctor`), 2 the command could not be carried out.
 """
@@ -144,6 +145,23 @@ def top(path: Path | None, once: bool, as_json: bool) -> None:
         return
     for name, value in live.rows(view):
         click.echo(f"{name:16}{value}")
+
+
+def explained_by_service(directory: Path, key: bytes) -> dict[str, Any] | None:
+    """What the service of a directory knows of a block. None if none answers on DIR/perdure.sock, or one of another
+    version."""
+    from perdure import limits
+    from perdure.errors import ProtocolError, ServiceBusy, ServiceUnavailable
+    from perdure.service.client import connect
+    from perdure.service.sockets import SOCKET_NAME
+
+    if not (directory / SOCKET_NAME).is_socket():
+        return None
+    try:
+        with connect(directory, name="perdure explain", wait_s=limits.reconnect_s_default) as service:
+            return service.explain(key) | {"answered_by": "service"}
+    except (ServiceUnavailable, ServiceBusy, ProtocolError):
+        return None
 
 
 COMMANDS: tuple[click.Command, ...] = (serve, show_config, doctor, top)

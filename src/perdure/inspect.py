@@ -171,13 +171,17 @@ def _bad(entry: np.void, found: BlockStatus) -> dict[str, Any]:
 
 
 def explain(core: Core, key: bytes) -> dict[str, Any]:
-    """Everything known about one block: where it is, whose it is, whether it verifies, what happened to it."""
+    """Everything known about one block: where it is, whose it is, whether it verifies, what happened to it.
+
+    "memory": whether it is in the DRAM tier of this process, and how many look at it; None without such a tier."""
     if not isinstance(key, bytes) or len(key) != limits.key_bytes:
         raise InvalidArgument(f"a block key has {limits.key_bytes} bytes ({2 * limits.key_bytes} hex digits)")
     incidents = [one for one in core.incidents.all() if one["key"] == key.hex()]
     keys = np.frombuffer(key, np.uint8).reshape(1, -1)
     present, records = core.locate(keys)
-    answer: dict[str, Any] = {"key": key.hex(), "present": bool(present[0]), "incidents": incidents}
+    answer: dict[str, Any] = {
+        "key": key.hex(), "present": bool(present[0]), "memory": _in_memory(core, key), "incidents": incidents
+    }  # fmt: skip
     if not present[0]:
         last = f"; last incident: {incidents[-1]['kind']} ({incidents[-1]['why']})" if incidents else ""
         answer["verdict"] = f"miss: not in the catalog (never stored, evicted or removed){last}"
@@ -202,6 +206,13 @@ def explain(core: Core, key: bytes) -> dict[str, Any]:
         f"corrupt: {problem}" if problem else "miss: expired" if expired else "hit: present and verified"
     )
     return answer
+
+
+def _in_memory(core: Core, key: bytes) -> dict[str, Any] | None:
+    if not core.pool.budget_bytes:
+        return None
+    pins = core.pool.pins_of(key)
+    return {"held": pins is not None, "pins": pins or 0}
 
 
 def _look(core: Core, key: bytes, records: Any) -> tuple[str | None, bytes]:

@@ -102,6 +102,9 @@ reconnect_s_default: Final = 1.0  # a call without a deadline waits so long for 
 frame_blocks_bytes_max: Final = 16 * MIB  # of blocks in one frame between hosts (one block more, if it is larger)
 frame_payload_bytes_max: Final = frame_blocks_bytes_max + block_bytes_max
 transfers_inflight_max: Final = 32  # of blocks from and to other hosts at one time: each may hold a frame's bytes
+nixl_landing_regions_max: Final = 4  # a client's buffers for NIXL in use at a time, frame_blocks_bytes_max each
+nixl_lost_regions_max: Final = 16  # of them that a node may still write into; then payload goes by TCP
+nixl_bounce_regions_max: Final = 4  # a node's buffers for NIXL, frame_blocks_bytes_max each
 stall_s: Final = 10.0  # who neither takes nor sends a byte of a frame for so long is cut off
 keepalive_idle_s: Final = 5
 keepalive_attempts_max: Final = 3
@@ -125,6 +128,7 @@ prefetch_batch_bytes: Final = 16 * MIB  # read ahead at a time, behind nobody's 
 # --- segments -------------------------------------------------------------------------------------------------
 segments_open_max: Final = 64
 segment_idle_seal_s: Final = 300.0
+kept_back_ratio: Final = 0.01  # of the capacity, and one segment at least: room to seal, copy forward and delete in
 segments_per_capacity_min: Final = 16  # a small store gets small segments, so that reclaim has a choice
 
 # --- health ---------------------------------------------------------------------------------------------------

@@ -51,7 +51,7 @@ from perdure.segments.health import Health
 from perdure.segments.reader import SegmentReader
 from perdure.segments.reclaim import Reclaimer
 from perdure.segments.recovery import Recovery
-from perdure.segments.space import SpaceBudget
+from perdure.segments.space import SpaceBudget, kept_back_bytes
 from perdure.segments.store import SegmentStore
 from perdure.segments.table import SegmentTable
 from perdure.segments.writer import SegmentWriter
@@ -157,7 +157,7 @@ class Store:
         cores = len(os.sched_getaffinity(0))
         # On a disk smaller than the capacity, too, reclaim needs a choice of segments.
         segment_bytes = _segment_bytes(min(capacity_bytes, shutil.disk_usage(path).total))
-        space = SpaceBudget(capacity_bytes, kept_back=segment_bytes)
+        space = SpaceBudget(capacity_bytes, kept_back_bytes(capacity_bytes, segment_bytes))
         presence, pins = PresenceIndex(), Pins(control, clock, owner)
         seen = control.get(STORE_NAMESPACE, CLOCK_KEY)
         steady = SteadyWall(clock, struct.unpack("<d", seen)[0] if seen else None)

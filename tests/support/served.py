@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import perdure
-from perdure import RemoteStore, Seams, Store
+from perdure import RemoteStore, Seams, Store, limits
 from perdure.limits import MIB
 from perdure.service.server import Server, shared_pool
 
@@ -19,8 +19,9 @@ def serving(
 ) -> Iterator[tuple[Store, Server]]:
     """A store of `directory` and a server of it on DIR/perdure.sock, and on a port if asked."""
     options = {"memory": 192 * MIB, "capacity": "256MiB", "seams": Seams(pool=shared_pool)} | options
+    clients_max = options.pop("clients_max", limits.connections_max)
     with perdure.open(directory, **options) as store:
-        server = Server(store, socket=directory / "perdure.sock", listen=listen, tls=tls)
+        server = Server(store, socket=directory / "perdure.sock", clients_max=clients_max, listen=listen, tls=tls)
         server.start()
         try:
             yield store, server

@@ -11,9 +11,11 @@ Contract
 
 from __future__ import annotations
 
+import ctypes
 import json
 import mmap
 import os
+import signal
 import sys
 import time
 import traceback
@@ -68,6 +70,18 @@ def aligned(rows: int, row_bytes: int) -> Bytes:
     return memory[: rows * row_bytes].reshape(rows, row_bytes)
 
 
+_LIBC = ctypes.CDLL(None)
+_PR_SET_PDEATHSIG = 1
+
+
+def end_with_parent() -> None:
+    """Called in a server's process, as its `preexec_fn` for example: it is killed when the worker that started it ends,
+    however that happens.
+
+    Makes one system call and takes no lock, so that it is safe between fork and exec."""
+    _LIBC.prctl(_PR_SET_PDEATHSIG, int(signal.SIGKILL), 0, 0, 0)
+
+
 class System(Protocol):
     """A store under test. `blocks` are small integers; each system makes its own keys from them, before the clock."""
 
@@ -98,8 +112,14 @@ class System(Protocol):
         ...
 
 
+def cpu_seconds_of(pids: Sequence[int]) -> float:
+    """CPU seconds that these processes have used so far, to the nanosecond: Linux' clock of another process."""
+    return sum(time.clock_gettime((~pid << 3) | 2) for pid in pids)
+
+
 class Worker:
-    """Carries out commands on a `System`."""
+    """Carries out commands on a `System`. A system with `helpers()` (the ids of its servers' processes) has the CPU
+    seconds that they use during a get told as `server_cpu_seconds`."""
 
     def __init__(self, system: System):
         self.system = system
@@ -129,22 +149,26 @@ class Worker:
         return {"seconds": seconds, "cpu_seconds": cpu, "blocks": stored}
 
     def get(self, batches: list[list[int]], cold: bool) -> dict[str, Any]:
-        seconds = cpu = 0.0
+        seconds = cpu = served = 0.0
         found = wrong = 0
+        pids: list[int] = getattr(self.system, "helpers", list)()
         for blocks in batches:
             rows = self.buffer[: len(blocks)]
             keys = self.system.prepare(blocks)
             if cold:
                 self.system.forget()
             rows[:, ::WINDOW_STRIDE] = 0
+            served0 = cpu_seconds_of(pids)
             cpu0, wall0 = time.process_time(), time.perf_counter()
             delivered = self.system.get(keys, rows)
             seconds += time.perf_counter() - wall0
             cpu += time.process_time() - cpu0
+            served += cpu_seconds_of(pids) - served0
             found += sum(delivered)
             kept = [i for i, ok in enumerate(delivered) if ok]
             wrong += self.contents.wrong(rows[kept], [blocks[i] for i in kept], self.scratch) if kept else 0
-        return {"seconds": seconds, "cpu_seconds": cpu, "found": found, "wrong": wrong}
+        answer = {"seconds": seconds, "cpu_seconds": cpu, "found": found, "wrong": wrong}
+        return {**answer, "server_cpu_seconds": served} if pids else answer
 
     def forget(self) -> dict[str, Any]:
         self.system.forget()
@@ -156,19 +180,23 @@ class Worker:
 
 
 def serve(system: System) -> None:
-    """Answer commands until stdin ends. An exception in a command is its answer ({"error": ...})."""
+    """Answer commands about a store under test until stdin ends."""
+    answer(Worker(system), ("open", "put", "get", "forget", "close"))
+
+
+def answer(worker: Any, verbs: Sequence[str]) -> None:
+    """Call the method that each command on stdin names, until stdin ends. An exception is its answer ("error")."""
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
-    worker = Worker(system)
     for line in sys.stdin:
         command = json.loads(line)
         verb = command.pop("verb")
         try:
-            if verb not in ("open", "put", "get", "forget", "close"):
+            if verb not in verbs:
                 raise ValueError(f"unknown verb {verb!r}")
-            answer = json.dumps(getattr(worker, verb)(**command))
+            told = json.dumps(getattr(worker, verb)(**command))
         except Exception as error:  # noqa: BLE001 - a worker reports any failure of the peer to its parent
-            told = {"error": f"{type(error).__name__}: {error}", "where": traceback.format_exc(limit=-3)}
-            answer = json.dumps(told)
-        answers.write(answer + "\n")
+            where = traceback.format_exc(limit=-3)
+            told = json.dumps({"error": f"{type(error).__name__}: {error}", "where": where})
+        answers.write(told + "\n")
         answers.flush()

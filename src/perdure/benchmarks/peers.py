@@ -75,6 +75,7 @@ INSTALL_TIMEOUT_S = 1800
 ANSWER_TIMEOUT_S = 300
 OURS = "perdure"
 PUT, PUT_DURABLE = "put", "put that survives power loss"
+FIRST, WARM = "first get", "get warm"
 
 
 class PeerFailed(PerdureError):
@@ -96,14 +97,17 @@ QUICK = Plan((512 * KIB, 8 * MIB), (1, 16), 32 * MIB, 5)
 
 
 class Worker:
-    """One system in its own process. It only runs while it answers."""
+    """One system in its own process. It only runs while it answers, unless `pause` is off. `own`: it imports the
+    perdure that this process runs, whatever is installed."""
 
-    def __init__(self, key: str, command: Sequence[str]):
+    def __init__(self, key: str, command: Sequence[str], *, pause: bool = True, own: bool = False):
         self.key = key
         self.name = key
+        self._pause = pause
         self._log = tempfile.TemporaryFile("w+", errors="replace")  # noqa: SIM115 - closed in `end`
+        environment = _environment() | ({"PYTHONPATH": str(HERE.parents[1])} if own else {})
         self._process = subprocess.Popen(
-            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self._log, text=True, env=_environment()
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self._log, text=True, env=environment
         )
 
     def ask(self, verb: str, **arguments: object) -> dict[str, Any]:
@@ -126,7 +130,8 @@ class Worker:
         answer: dict[str, Any] = json.loads(line)
         if "error" in answer:
             raise PeerFailed(f"{self.key}: {answer['error']}")
-        self._process.send_signal(signal.SIGSTOP)
+        if self._pause:
+            self._process.send_signal(signal.SIGSTOP)
         return answer
 
     def _last_words(self) -> str:
@@ -152,29 +157,29 @@ def _environment() -> dict[str, str]:
 
 def install_lmcache(cache_dir: Path) -> Path:
     """The Python of LMCache's environment under `cache_dir`, made if it is not there; raises PeerFailed."""
-    home = cache_dir / f"lmcache-{LMCACHE}"
+    steps = ([TORCH], LMCACHE_NEEDS, ["--no-deps", f"lmcache=={LMCACHE}"])
+    return install(cache_dir, f"lmcache-{LMCACHE}", f"LMCache {LMCACHE}", steps)
+
+
+def install(cache_dir: Path, folder: str, what: str, steps: Sequence[Sequence[str]]) -> Path:
+    """The Python of an environment for a peer with wheels for CPython 3.11, made with one pip install per step."""
+    home = (cache_dir / folder).absolute()
     python = home / "bin" / "python"
     if (home / "complete").exists():
         return python
     maker = sys.executable if sys.version_info[:2] == (3, 11) else shutil.which("python3.11")
     if maker is None:
-        raise PeerFailed(f"LMCache {LMCACHE} has a wheel for CPython 3.11 only, and there is no python3.11 here")
+        raise PeerFailed(f"{what} is installed for CPython 3.11 only, and there is no python3.11 here")
     cache_dir.mkdir(parents=True, exist_ok=True)
     pip = [str(python), "-m", "pip", "install", "--quiet"]
-    steps = (
-        [maker, "-m", "venv", "--clear", str(home)],
-        [*pip, TORCH],
-        [*pip, *LMCACHE_NEEDS],
-        [*pip, "--no-deps", f"lmcache=={LMCACHE}"],
-    )
-    for step in steps:
+    for step in ([maker, "-m", "venv", "--clear", str(home)], *([*pip, *step] for step in steps)):
         try:
             done = subprocess.run(step, capture_output=True, text=True, timeout=INSTALL_TIMEOUT_S, env=_environment())
         except (OSError, subprocess.TimeoutExpired) as error:
-            raise PeerFailed(f"installing LMCache {LMCACHE}: {error}") from error
+            raise PeerFailed(f"installing {what}: {error}") from error
         if done.returncode:
             lines = [line for line in done.stderr.splitlines() if line.startswith("ERROR")] or done.stderr.splitlines()
-            raise PeerFailed(f"installing LMCache {LMCACHE}: {lines[-1] if lines else 'pip failed'}")
+            raise PeerFailed(f"installing {what}: {lines[-1] if lines else 'pip failed'}")
     (home / "complete").touch()
     return python
 
@@ -221,11 +226,16 @@ class Round:
         return [list(range(base + i * self._batch, base + (i + 1) * self._batch)) for i in range(self._count)]
 
     def open(self, workers: list[Worker], *, memory: bool) -> None:
+        fields = {"block_bytes": self._block_bytes, "batch": self._batch, "memory": memory}
         for worker in self._alive(workers):
             root = self._directory / worker.key
             root.mkdir(parents=True, exist_ok=True)
-            about = worker.ask("open", root=str(root), block_bytes=self._block_bytes, batch=self._batch, memory=memory)
-            worker.name = about["name"]
+            try:
+                worker.name = worker.ask("open", root=str(root), **fields)["name"]
+            except PeerFailed as error:
+                if worker.key == OURS:
+                    raise
+                self.failed[worker.key] = str(error)
 
     def _turns(
         self, workers: list[Worker], what: str, verb: str, batches: Any, repetition: int, **more: object
@@ -253,9 +263,20 @@ class Round:
         batches = self._ids(0)
         for worker in self._alive(workers):
             worker.ask("get", batches=batches, cold=False)
+        self._get_warm(workers, batches)
+
+    def run_in_memory(self, workers: list[Worker]) -> None:
+        """Put once, then warm gets only: for systems whose blocks are in a server's memory."""
+        self.open(workers, memory=True)
+        batches = self._ids(0)
+        self._turns(workers, PUT, "put", batches, 0, durable=False)
+        self._turns(workers, FIRST, "get", batches, 1, cold=False)
+        self._get_warm(workers, batches)
+
+    def _get_warm(self, workers: list[Worker], batches: list[list[int]]) -> None:
         for repetition in range(self._plan.repetitions):
             self._random.shuffle(batches)
-            self._turns(workers, "get warm", "get", batches, repetition, cold=False)
+            self._turns(workers, WARM, "get", batches, repetition, cold=False)
 
     def put_and_get(self, workers: list[Worker]) -> None:
         """Puts, cold gets of what was put, and puts that survive power loss (where a system offers that)."""
@@ -277,7 +298,7 @@ class Round:
     def rows(self, workers: list[Worker]) -> list[Row]:
         made = []
         block = size_name(self._block_bytes)
-        for what in (PUT, PUT_DURABLE, "get cold", "get warm"):
+        for what in (PUT, PUT_DURABLE, "get cold", WARM):
             for worker in workers[1:]:
                 name = f"{what}, {block}, batch {self._batch}, against {worker.name}"
                 reference = self.series.get((what, worker.key), [])

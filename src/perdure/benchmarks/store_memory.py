@@ -108,7 +108,7 @@ def small_store_rows(base: Path, plan: Plan) -> list[Row]:
     return made
 
 
-class _Memcpy:
+class Memcpy:
     """Copies of whole blocks between two halves of memory, never the same place twice in a row."""
 
     def __init__(self, sources: Bytes, destinations: Sequence[Bytes]):
@@ -145,11 +145,21 @@ def warm_rows(base: Path, plan: Plan, step: Callable[[str], None]) -> list[Row]:
 
 
 def _warm(space: Any, keys: Bytes, batch: int, block_bytes: int, source: Bytes, plan: Plan) -> Row:
+    series = warm_series(space, keys, batch, block_bytes, source, plan.repetitions)
+    name = f"warm read (DRAM tier), {size_name(block_bytes)}, batch {batch}"
+    wanted = WARM_TARGET if block_bytes >= WARM_TARGET_FROM else None
+    return rate_row(name, series[0], series[1], "numpy memcpy of the same blocks", target=wanted)
+
+
+def warm_series(
+    space: Any, keys: Bytes, batch: int, block_bytes: int, source: Bytes, repetitions: int
+) -> list[list[Measured]]:
+    """Reads of all `keys` in batches of random order, and memcpy of as many blocks of `source`: both series."""
     size = batch * block_bytes
     destinations = [target.random_bytes(size, seed) for seed in range(5, 5 + max(2, min(8, 64 * MIB // size)))]
     rng = random.Random(size)
     places = list(range(0, len(keys) - batch + 1, batch))
-    memcpy = _Memcpy(source, destinations)
+    memcpy = Memcpy(source, destinations)
     state = {"turn": 0}
 
     def ours(*, check: bool = True) -> Measured:
@@ -169,10 +179,7 @@ def _warm(space: Any, keys: Bytes, batch: int, block_bytes: int, source: Bytes, 
         return memcpy(rng.sample(places, len(places)), batch, block_bytes)
 
     ours(check=False)
-    series = interleave([ours, reference], plan.repetitions)
-    name = f"warm read (DRAM tier), {size_name(block_bytes)}, batch {batch}"
-    wanted = WARM_TARGET if block_bytes >= WARM_TARGET_FROM else None
-    return rate_row(name, series[0], series[1], "numpy memcpy of the same blocks", target=wanted)
+    return interleave([ours, reference], repetitions)
 
 
 def rows(plan: Plan, base: Path, step: Callable[[str], None]) -> list[Row]:

@@ -99,11 +99,12 @@ class SharedMemory:
         fcntl.fcntl(self.fd, fcntl.F_ADD_SEALS, seals)
 
     def close(self) -> None:
-        """Close the descriptor and let go of the map; idempotent. Views that are out keep the memory."""
-        if self.fd >= 0:
-            os.close(self.fd)
-            self.fd = -1
+        """Close the descriptor and let go of the map; idempotent, but one thread at a time. Views that are out keep the
+        memory."""
+        fd, self.fd = self.fd, -1
+        if fd >= 0:
             self.array = np.zeros(0, np.uint8)
+            os.close(fd)
 
     def __del__(self) -> None:
         if self.fd >= 0:

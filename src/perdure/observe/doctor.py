@@ -34,6 +34,7 @@ _F_SEAL_FUTURE_WRITE: Final = 0x10
 _NOFILE_MIN: Final = 1024
 _NOFILE_GOOD: Final = 16_384
 _OVERHEAD_BYTES: Final = limits.GIB  # the process, its indexes and buffers, beside the pool
+_PROCESS_BYTES_MIN: Final = _OVERHEAD_BYTES // 4
 _AIO_SLOTS: Final = 4 * limits.aio_contexts_idle_max * limits.aio_inflight_per_call_max
 _YEAR_2025_S: Final = 1_735_689_600
 _UNLIMITED_BYTES: Final = 1 << 60  # cgroup v1 shows no limit as a number near 2^63
@@ -256,11 +257,32 @@ def cgroup_limit(subject: Subject) -> int | None:
     return min(real) if real else None
 
 
-def _memory(subject: Subject) -> Iterator[Check]:
+def pool_bytes_max(subject: Subject) -> tuple[int, str]:
+    """The largest pool that can ever be used here, and what bounds it. Raises OSError, ValueError or LookupError if the
+    system does not say."""
+    total, _ = _machine_memory(subject)
+    least, why = total - _PROCESS_BYTES_MIN, f"this machine has {total} bytes ({_size(total)})"
+    limit = cgroup_limit(subject)
+    if limit is not None and limit < least:
+        least, why = limit, f"the cgroup allows {limit} bytes ({_size(limit)})"
+    return max(0, least), why
+
+
+def pool_bytes_advised(pool_bytes: int) -> int:
+    """What to take of the largest pool possible, in whole MiB: the process needs memory too."""
+    return max(pool_bytes - _OVERHEAD_BYTES, pool_bytes // 2) // limits.MIB * limits.MIB
+
+
+def _machine_memory(subject: Subject) -> tuple[int, int]:
+    """(total, available) bytes."""
     rows = {line.split(":")[0]: line.split()[1] for line in subject.read("proc/meminfo").splitlines()}
-    total, available = (1024 * int(rows[name]) for name in ("MemTotal", "MemAvailable"))
+    return 1024 * int(rows["MemTotal"]), 1024 * int(rows["MemAvailable"])
+
+
+def _memory(subject: Subject) -> Iterator[Check]:
+    total, available = _machine_memory(subject)
     found = f"pool {_size(subject.memory)}; {_size(available)} available of {_size(total)}"
-    if subject.memory + _OVERHEAD_BYTES // 4 > total:
+    if subject.memory + _PROCESS_BYTES_MIN > total:
         yield Check("memory", "bad", found, "lower --memory: the pool does not fit this machine")
     elif subject.memory > available:
         yield Check("memory", "warn", found, "lower --memory, or stop what takes the rest (a running service counts)")

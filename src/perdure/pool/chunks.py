@@ -6,9 +6,15 @@ from __future__ import annotations
 from collections import OrderedDict
 from dataclasses import dataclass
 from enum import IntEnum
-from typing import Protocol
+from typing import Final, Protocol, cast
 
+import numpy as np
+
+from perdure import limits
+from perdure.catalog.api import KeyArray
 from perdure.pool.memory import ChunkMemory
+
+_KEY: Final = np.dtype((np.void, limits.key_bytes))
 
 
 class SlotState(IntEnum):
@@ -118,3 +124,9 @@ class PoolStats:
     misses: int
     evictions: int
     recuts: int  # chunks evicted as a whole for another size class
+
+
+def key_names(keys: KeyArray) -> list[bytes]:
+    if len(keys) == 1:
+        return [keys.tobytes()]
+    return cast("list[bytes]", np.ascontiguousarray(keys).view(_KEY).ravel().tolist())

@@ -22,19 +22,14 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterable
-from typing import Final, cast
-
-import numpy as np
 
 from perdure import limits
 from perdure.catalog.api import KeyArray
 from perdure.errors import InvalidArgument
-from perdure.pool.chunks import Chunk, Observer, PoolStats, SizeClass, Slot, SlotState
+from perdure.pool.chunks import Chunk, Observer, PoolStats, SizeClass, Slot, SlotState, key_names
 from perdure.pool.memory import ChunkMemory, PrivateMemory
 
 __all__ = ["DramPool", "PoolStats", "Slot", "SlotState"]
-
-_KEY: Final = np.dtype((np.void, limits.key_bytes))
 
 
 class DramPool:
@@ -85,7 +80,7 @@ class DramPool:
         with self._lock:
             tick = self._tick = self._tick + 1
             index = self._index
-            for name in reversed(_names(keys)):
+            for name in reversed(key_names(keys)):
                 slot = index.get(name)
                 found.append(slot)
                 if slot is None:
@@ -124,11 +119,17 @@ class DramPool:
         """Mark blocks used in the order of a prefix (after publishing a batch in the order its reads came back)."""
         with self._lock:
             self._tick += 1
-            for name in reversed(_names(keys)):
+            for name in reversed(key_names(keys)):
                 slot = self._index.get(name)
                 if slot is not None:
                     slot.used = slot.chunk.used = self._tick
                     slot.chunk.owner.lru.move_to_end(name)
+
+    def pins_of(self, key: bytes) -> int | None:
+        """How many look at a block now; None if it is not here. Does not count as a use."""
+        with self._lock:
+            slot = self._index.get(key)
+            return None if slot is None else slot.pins
 
     # --- fill ------------------------------------------------------------------------------------------------
     def reserve(self, nbytes: int, domain: bytes = b"") -> Slot | None:
@@ -210,7 +211,7 @@ class DramPool:
 
     def drop(self, keys: KeyArray) -> int:
         """Make blocks invisible at once; memory that is pinned is reused after its release. Returns how many."""
-        names = _names(keys)
+        names = key_names(keys)
         dropped = 0
         with self._lock:
             self._tick += 1
@@ -442,9 +443,3 @@ class DramPool:
             if not slot.pins:
                 return slot
             size_class.lru.move_to_end(key)
-
-
-def _names(keys: KeyArray) -> list[bytes]:
-    if len(keys) == 1:
-        return [keys.tobytes()]
-    return cast("list[bytes]", np.ascontiguousarray(keys).view(_KEY).ravel().tolist())

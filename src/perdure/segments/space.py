@@ -10,6 +10,8 @@ from __future__ import annotations
 import errno
 import threading
 
+from perdure import limits
+
 
 class NoSpace(OSError):
     """The store's capacity is used up (not the file system's: that is a plain ENOSPC)."""
@@ -17,6 +19,12 @@ class NoSpace(OSError):
     def __init__(self, need: int, used: int, capacity: int):
         super().__init__(errno.EDQUOT, f"capacity: {need} more bytes asked for, {used} of {capacity} in use")
         self.need = need
+
+
+def kept_back_bytes(capacity: int, segment_bytes: int) -> int:
+    """What new blocks may not take: copies of the largest segment fit in, and in a large store those of several
+    victims, each with a segment of its class."""
+    return max(segment_bytes, int(capacity * limits.kept_back_ratio))
 
 
 class SpaceBudget:

@@ -37,7 +37,7 @@ from perdure.service.staging import Staging
 from perdure.service.streams import TlsFiles, connect_tcp
 from perdure.service.transport import Channel, Late, Run, Transport
 
-TCP = "tcp://"
+TCP, NIXL = "tcp://", "nixl://"
 
 
 class Region:
@@ -74,7 +74,7 @@ class RemoteStore:
         self, address: str | os.PathLike[str], *, name: str, wait_s: float, tls: TlsFiles | None = None
     ):  # fmt: skip
         self.where = os.fspath(address)
-        self.shared = not self.where.startswith(TCP)  # whether this client and the service can share memory
+        self.shared = not self.where.startswith((TCP, NIXL))  # whether this client and the service can share memory
         connect = _unix(address) if self.shared else _tcp(self.where, tls)
         self.transport = Transport(connect, self.where, name, wait_s)
         self.transport.on_retired = self._retired
@@ -84,6 +84,16 @@ class RemoteStore:
         self._attaching = threading.Lock()
         self._grants = itertools.count(1)
         self._spaces: list[Any] = []
+        self.landings: Any = None
+        if self.where.startswith(NIXL):
+            from perdure.service.nixl import Landings
+
+            try:
+                self.landings = Landings(self.transport)
+                self.landings.check(*self.current())
+            except BaseException:
+                self.close()
+                raise
 
     # --- use
     def keyspace(
@@ -99,10 +109,12 @@ class RemoteStore:
     ) -> Any:
         """As `Store.keyspace`; the digest is derived by the service, which alone knows the secret."""
         from perdure.service.distant import DistantKeyspace
+        from perdure.service.nixl import NixlKeyspace
         from perdure.service.remote import RemoteKeyspace
 
+        kind: Any = RemoteKeyspace if self.shared else DistantKeyspace if self.landings is None else NixlKeyspace
         identity = KeyspaceIdentity(model, weights, layout, lora, draft)
-        space = (RemoteKeyspace if self.shared else DistantKeyspace)(self, tenant, identity, codec or "")
+        space = kind(self, tenant, identity, codec or "")
         self._spaces.append(space)
         return space
 
@@ -196,6 +208,8 @@ class RemoteStore:
         for space in self._spaces:
             space.end()
         self.transport.close()
+        if self.landings is not None:
+            self.landings.close()
         self._maps.clear()
         self.staging.close()
         for region in self._regions:
@@ -286,9 +300,9 @@ def _unix(address: str | os.PathLike[str]) -> Callable[[float], Channel]:
 
 def _tcp(address: str, tls: TlsFiles | None) -> Callable[[float], Channel]:
     try:
-        host, port = parse_address(address.removeprefix(TCP))
+        host, port = parse_address(address.removeprefix(TCP).removeprefix(NIXL))
     except ValueError as error:
-        raise InvalidArgument(f"{address!r}: {error}; write tcp://HOST:PORT") from None
+        raise InvalidArgument(f"{address!r}: {error}; write tcp://HOST:PORT or nixl://HOST:PORT") from None
     if tls is None and not is_loopback(host):
         raise InvalidArgument(f"{address!r}: blocks leave this machine only by TLS; pass tls_cert, tls_key and tls_ca")
     context = None if tls is None else tls.context(server=False)
@@ -298,11 +312,13 @@ def _tcp(address: str, tls: TlsFiles | None) -> Callable[[float], Channel]:
 def connect(address: str | os.PathLike[str], **options: Any) -> RemoteStore:
     """Connect to the service of this host (`perdure serve --data DIR`), or to a data node (`--listen HOST:PORT`).
 
-    address: the store's directory, the path of the service's socket, "unix:///path", or "tcp://host:port". wait_s: how
-    long to wait for a service that is not up yet (0). name: shown by `perdure top` (default: the program's). tls_cert,
-    tls_key, tls_ca: PEM files for "tcp://"; needed unless the host is this one.
+    address: the store's directory, the path of the service's socket, "unix:///path", "tcp://host:port", or, for payload
+    by NIXL, "nixl://host:port". wait_s: how long to wait for a service that is not up yet (0). name: shown by `perdure
+    top` (default: the program's). tls_cert, tls_key, tls_ca: PEM files for the latter two; needed unless the host is
+    this one (NIXL's own traffic is not encrypted).
 
-    Raises ServiceUnavailable, InvalidArgument, UnknownOption, ConfigError, ProtocolError (another version).
+    Raises ServiceUnavailable, ServiceBusy (it has --clients-max already), InvalidArgument, UnknownOption, ConfigError,
+    ProtocolError (another version).
     """
     import sys
 

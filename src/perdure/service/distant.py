@@ -13,7 +13,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, NoReturn, TypeVar, cast
+from typing import Any, NoReturn, Protocol, TypeVar, cast
 
 import numpy as np
 from numpy.typing import NDArray
@@ -34,8 +34,18 @@ T = TypeVar("T")
 _FOUND, _CORRUPT = int(BlockStatus.FOUND), int(BlockStatus.CORRUPT)
 
 
+class Source(Protocol):
+    """Where the payload of an answer comes from."""
+
+    def fill(self, parts: Sequence[memoryview], until: float) -> None:
+        """Its next bytes. Raises ProtocolError if there are not so many."""
+
+
 class DistantKeyspace(RemoteKeyspace):
     """Made by `RemoteStore.keyspace`."""
+
+    _get_bytes_max = limits.message_keys_max * limits.block_bytes_max
+    """Of blocks in one Get."""
 
     def view(self, keys: KeyArray | Sequence[bytes], **_: Any) -> NoReturn:
         raise InvalidArgument(f"view: {self._store.where} shares no memory with this process; use read")
@@ -51,7 +61,7 @@ class DistantKeyspace(RemoteKeyspace):
 
         def go_on() -> None:
             call = self.begin(deadline)
-            for part in self._rounds(np.flatnonzero(todo).tolist(), limits.deadline_s_max * limits.GIB):
+            for part in self._rounds(np.flatnonzero(todo).tolist(), self._get_bytes_max):
                 self._get(call, keys, part, blocks, deadline, report, todo)
 
         self._again(go_on, deadline)
@@ -65,20 +75,19 @@ class DistantKeyspace(RemoteKeyspace):
             stream.send(m.encode(m.Get(number, call.space, names, max(0.0, left_s))), until=call.until)
             first, last = 0, False
             while not last:
-                until = _by(deadline)
-                data, payload = stream.receive_frame(until)
+                until = by(deadline)
+                data, _ = stream.receive_frame(until)
                 answer = self._expect(data, number, m.Sent)
                 here = part[first : first + len(answer.statuses)]
                 if len(here) != len(answer.statuses) or (not here and not answer.last):
                     raise ProtocolError(f"{self._store.where}: an answer about blocks that were not asked for")
-                self._take(stream, answer, payload, here, blocks, report, until)
+                self._take(stream, answer, here, blocks, report, until)
                 todo[here] = False
                 first, last = first + len(here), answer.last
 
     def _take(
-        self, stream: Stream, answer: m.Sent, payload: int, here: list[int], blocks: list[Parts], report: ReadReport,
-        until: float,
-    ) -> None:  # fmt: skip
+        self, source: Source, answer: m.Sent, here: list[int], blocks: list[Parts], report: ReadReport, until: float
+    ) -> None:
         """Receive the blocks of one frame, and report on them."""
         statuses = np.frombuffer(answer.statuses, np.uint8).copy()
         found = np.flatnonzero(statuses == _FOUND).tolist()
@@ -88,16 +97,16 @@ class DistantKeyspace(RemoteKeyspace):
             raise ProtocolError(f"{self._store.where}: codecs of another number of blocks")
         problems = {here[place]: why for place, why in answer.problems.items() if place < len(here)}
         if not len(encoded):
-            stream.fill([one for place in found for one in blocks[here[place]]], until)
+            source.fill([one for place in found for one in blocks[here[place]]], until)
         for place in found if len(encoded) else ():
             parts = blocks[here[place]]
             if not encoded[place]:
-                stream.fill(parts, until)
+                source.fill(parts, until)
                 continue
             if stored[place] > self.layout.block_bytes:
                 raise ProtocolError(f"{self._store.where}: {stored[place]} bytes stored of a smaller block")
             memory = memoryview(bytearray(int(stored[place])))
-            stream.fill([memory], until)
+            source.fill([memory], until)
             try:
                 codecs.decode(int(encoded[place]), memory, parts, self.layout.element_bytes)
             except codecs.CodecError as error:
@@ -114,17 +123,21 @@ class DistantKeyspace(RemoteKeyspace):
         def go_on() -> None:
             call = self.begin(deadline)
             for part in self._rounds(np.flatnonzero(todo).tolist(), limits.frame_blocks_bytes_max):
-                until = _by(deadline)
-                names, left_s = keys[part].tobytes(), until - time.monotonic()
-                with self._payload(call) as (stream, number):
-                    question = m.Put(number, call.space, names, *terms, max(0.0, left_s))
-                    payload = [one for at in part for one in blocks[at]]
-                    stream.send(m.encode(question), payload=payload, until=until)
-                    data, _ = stream.receive(until + GRACE_S)
-                    note(report, part, self._expect(data, number, m.Written))
+                self._put(call, keys, part, [one for at in part for one in blocks[at]], terms, by(deadline), report)
                 todo[part] = False
 
         self._again(go_on, deadline)
+
+    def _put(
+        self, call: Call, keys: KeyArray, part: list[int], payload: Parts, terms: Terms, until: float,
+        report: WriteReport, landing: int = 0,
+    ) -> None:  # fmt: skip
+        names, left_s = keys[part].tobytes(), until - time.monotonic()
+        with self._payload(call) as (stream, number):
+            question = m.Put(number, call.space, names, *terms, max(0.0, left_s), landing)
+            stream.send(m.encode(question), payload=payload, until=until)
+            data, _ = stream.receive(until + GRACE_S)
+            note(report, part, self._expect(data, number, m.Written))
 
     # --- connections
     @contextmanager
@@ -167,6 +180,6 @@ class DistantKeyspace(RemoteKeyspace):
                 time.sleep(limits.reconnect_wait_s)
 
 
-def _by(deadline: float | None) -> float:
+def by(deadline: float | None) -> float:
     """When to stop waiting for the next frame."""
     return time.monotonic() + limits.call_s_default if deadline is None else deadline + GRACE_S

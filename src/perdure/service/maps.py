@@ -25,7 +25,7 @@ from perdure.keys import key_list
 from perdure.pool.memory import HEADER, HEADER_BYTES
 from perdure.presence_table import Table, leading, locate, table_over
 from perdure.service import shared
-from perdure.service.messages import Attached, pack_slot, unpack_slot
+from perdure.service.messages import SLOT_INDEX_BITS, SLOT_INDEX_MASK, Attached, pack_slot, unpack_slot
 
 MAPPABLE: Final = platform.machine() in ("x86_64", "AMD64")
 
@@ -39,11 +39,6 @@ class ChunkMap:
         self.data = memory[:chunk_bytes].data
         self.headers = memory[chunk_bytes:].data
         self.generations = self.headers.cast("Q")
-
-    def block(self, index: int, key: bytes, keyspace: bytes) -> memoryview | None:
-        """The bytes of the block in a slot that is pinned for us; None if it holds another one."""
-        _, its_key, its_space, offset, nbytes, _ = HEADER.unpack_from(self.headers, index * HEADER_BYTES)
-        return self.data[offset : offset + nbytes] if its_key == key and its_space == keyspace else None
 
 
 class DomainMaps:
@@ -146,11 +141,20 @@ class DomainMaps:
                 shared.write_touches(self._ring, slots, generations)
         return done
 
-    def granted(self, packed: int, key: bytes, keyspace: bytes) -> memoryview | None:
-        """The block in a slot that is pinned for us; None if its chunk is not mapped. Only while the pin is held."""
-        number, index = unpack_slot(packed)
-        chunk = self.chunks.get(number)
-        return None if chunk is None else chunk.block(index, key, keyspace)
+    def granted(self, slots: Sequence[int], keys: Sequence[bytes], keyspace: bytes) -> list[memoryview | None]:
+        """The blocks in slots that are pinned for us; None where there is no slot, it holds another block, or its chunk
+        is not mapped. Only while the pins are held."""
+        chunks, unpack, found = self.chunks, HEADER.unpack_from, list[memoryview | None]()
+        for packed, key in zip(slots, keys, strict=True):
+            chunk = chunks.get(packed >> SLOT_INDEX_BITS)
+            if chunk is None:
+                found.append(None)
+                continue
+            at = (packed & SLOT_INDEX_MASK) * HEADER_BYTES
+            _, its_key, its_space, offset, nbytes, _ = unpack(chunk.headers, at)
+            same = its_key == key and its_space == keyspace
+            found.append(chunk.data[offset : offset + nbytes] if same else None)
+        return found
 
     def copy_granted(self, packed: int, key: bytes, keyspace: bytes, block_bytes: int, destination: Parts) -> bool:
         """Copy a block the service has brought for us. Checked as any other copy: if this process slept too long, the

@@ -120,10 +120,13 @@ class Settled(Message):
 
 class Region(Message):
     """Memory that client and service share. kind: "staging" and "landing" are made by the service and its descriptor
-    is in the answer; "client" is the client's own, its descriptor comes with this message."""
+    is in the answer; "client" is the client's own, its descriptor comes with this message; "nixl" is at `start` on
+    another host, and `about` is the metadata of the agent there."""
 
     kind: str
     nbytes: int
+    about: bytes = b""
+    start: int = 0
 
 
 class Unregister(Message):
@@ -145,11 +148,13 @@ class Write(Message):
 
 
 class Get(Message):
-    """To a data node: send these blocks. `left_s`, here and below: from now on, for hosts share no clock."""
+    """To a data node: send these blocks. `left_s`, here and below: from now on, for hosts share no clock. `region`:
+    payload goes there, in `Put` comes from there, instead of in a frame; 0: it does not."""
 
     space: int
     keys: bytes
     left_s: float
+    region: int = 0
 
 
 class Put(Message):
@@ -161,6 +166,7 @@ class Put(Message):
     ttl_s: float | None
     lease: LeaseData | None
     left_s: float
+    region: int = 0
 
 
 class Reserve(Message):
@@ -344,6 +350,7 @@ Answer = (
 
 NO_SLOT = 0xFFFF_FFFF_FFFF_FFFF
 SLOT_INDEX_BITS = 16  # a chunk has at most 2^14 slots
+SLOT_INDEX_MASK = (1 << SLOT_INDEX_BITS) - 1
 _encoder = msgspec.msgpack.Encoder()
 _questions: msgspec.msgpack.Decoder[Any] = msgspec.msgpack.Decoder(Question)
 _answers: msgspec.msgpack.Decoder[Any] = msgspec.msgpack.Decoder(Answer)
@@ -408,7 +415,7 @@ def pack_slot(chunk: int, index: int) -> int:
 
 def unpack_slot(packed: int) -> tuple[int, int]:
     """(number of the chunk, index of the slot)."""
-    return packed >> SLOT_INDEX_BITS, packed & ((1 << SLOT_INDEX_BITS) - 1)
+    return packed >> SLOT_INDEX_BITS, packed & SLOT_INDEX_MASK
 
 
 def layout_fields(layout: KVLayout) -> dict[str, Any]:

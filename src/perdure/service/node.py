@@ -5,6 +5,7 @@ Contract
   At most `limits.transfers_inflight_max` of them hold blocks at a time; who gets no turn by its deadline is late.
 - A `Get` is answered by frames of at most `limits.frame_blocks_bytes_max`: while one is on its way the next is read.
 - A client ends with the connection of its hello; hosts that vanish are noticed by the kernel's keepalive.
+- A client's questions may name memory that it has offered by NIXL (`nixl_node`): payload then goes there.
 - Without TLS it binds loopback only: whoever reaches the port may ask for any tenant's blocks.
 """
 
@@ -15,15 +16,16 @@ import socket
 import ssl
 import threading
 import time
-from contextlib import suppress
+from contextlib import AbstractContextManager, nullcontext, suppress
 from typing import TYPE_CHECKING, Any
 
 from perdure import limits
-from perdure.errors import ConfigError, PerdureError, ProtocolError, ServiceBusy, StorePathError
+from perdure.errors import ConfigError, PerdureError, ProtocolError, ServiceBusy, ServiceUnavailable, StorePathError
 from perdure.reports import WriteStatus
 from perdure.segments.landing import BlockStatus
 from perdure.service import messages as m
 from perdure.service import streams
+from perdure.service.nixl_node import Far
 from perdure.service.outgoing import Lot, gather
 from perdure.service.peers import Peer
 from perdure.service.sockets import is_loopback
@@ -166,7 +168,7 @@ class Node:
             else:
                 if isinstance(question, m.Put):
                     summary = self._put(stream, peer, question, payload, since)
-                elif isinstance(question, _ALLOWED):
+                elif isinstance(question, _ALLOWED) or (isinstance(question, m.Region) and question.kind == "nixl"):
                     summary, _ = self._server.verbs.answer(peer, question, [])
                 else:
                     raise ProtocolError(f"{type(question).__name__} is no question for another host")
@@ -189,10 +191,16 @@ class Node:
 
     # --- moving blocks
     def _get(self, stream: Stream, peer: Peer, q: m.Get, since: float) -> m.Message:
+        with _far(peer, q.region) as far:
+            return self._get_into(far, stream, peer, q, since)
+
+    def _get_into(self, far: Far | None, stream: Stream, peer: Peer, q: m.Get, since: float) -> m.Message:
         space, keys = peer.space(q.space), m.keys_of(q.keys)
         until = since + _seconds(q.left_s)
         size, core = space.layout.block_bytes, self._server.core
         step = max(1, limits.frame_blocks_bytes_max // size)
+        if far is not None and len(keys) * size > far.nbytes:
+            raise ProtocolError(f"{len(keys)} blocks of {size} bytes into a region of {far.nbytes}")
         total = m.Delivered(q.id, b"", 0, {}, 0)
         for first in range(0, max(1, len(keys)), step):
             part = keys[first : first + step]
@@ -205,8 +213,12 @@ class Node:
             try:
                 lot = gather(core, space, part, deadline_s=max(0.0, until - time.monotonic()))
                 try:
+                    if far is not None and not far.write(lot.payload(), until):
+                        lot.report.statuses[lot.report.statuses == BlockStatus.FOUND] = BlockStatus.LATE
+                        lot.report.from_memory = 0
                     sent = _sent(q.id, lot, last)
-                    stream.send(m.encode(sent), payload=lot.payload(), until=time.monotonic() + limits.stall_s)
+                    payload = lot.payload() if far is None else []
+                    stream.send(m.encode(sent), payload=payload, until=time.monotonic() + limits.stall_s)
                     lot.keep()
                 finally:
                     lot.release()
@@ -223,7 +235,8 @@ class Node:
             space, keys = peer.space(q.space), m.keys_of(q.keys)
             until = since + _seconds(q.left_s)
             size = space.layout.block_bytes
-            if payload != len(keys) * size:
+            nbytes = len(keys) * size
+            if payload != (0 if q.region else nbytes):
                 raise ProtocolError(f"{payload} bytes of payload for {len(keys)} blocks of {size} bytes")
         except PerdureError:
             stream.skip(payload, receive_by)
@@ -231,20 +244,36 @@ class Node:
         if not self._turns.acquire(space.tenant_id, writing=True, timeout_s=until - time.monotonic()):
             stream.skip(payload, receive_by)
             return m.Written(q.id, bytes([WriteStatus.LATE]) * len(keys), 0, 0, {})
-        lease = self._server.core.scratch.take(payload)
         try:
-            blocks = [[lease.view[at : at + size]] for at in range(0, payload, size)]
-            stream.fill([part for parts in blocks for part in parts], receive_by)
-            report = space.write(
-                keys, blocks, durability=q.durability, ttl_s=q.ttl_s, deadline_s=max(0.0, until - time.monotonic()),
-                lease=None if q.lease is None else m.lease_of(q.lease),
-            )  # fmt: skip
+            with _far(peer, q.region) as far:
+                lease = self._server.core.scratch.take(nbytes) if far is None else far.read(nbytes, until)
+            if lease is None:
+                return m.Written(q.id, bytes([WriteStatus.LATE]) * len(keys), 0, 0, {})
+            try:
+                blocks = [[lease.view[at : at + size]] for at in range(0, nbytes, size)]
+                if payload:
+                    stream.fill([part for parts in blocks for part in parts], receive_by)
+                report = space.write(
+                    keys, blocks, durability=q.durability, ttl_s=q.ttl_s, deadline_s=max(0.0, until - time.monotonic()),
+                    lease=None if q.lease is None else m.lease_of(q.lease),
+                )  # fmt: skip
+            finally:
+                del blocks
+                lease.give_back()
         finally:
             self._turns.release()
-            del blocks
-            lease.give_back()
         reasons = dict(list(report.reasons.items())[:_PROBLEMS_MAX])
         return m.Written(q.id, report.statuses.tobytes(), report.stored, report.stored_bytes, reasons)
+
+
+def _far(peer: Peer, number: int) -> AbstractContextManager[Far | None]:
+    """The memory that a question names, held for it."""
+    if not number:
+        return nullcontext()
+    region = peer.regions.get(number)
+    if not isinstance(region, Far):
+        raise ServiceUnavailable(f"region {number} is over, or never was")
+    return region.used()
 
 
 def _sent(number: int, lot: Lot, last: bool) -> m.Sent:

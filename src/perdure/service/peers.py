@@ -102,14 +102,29 @@ class Peer:
         return region
 
     # --- grants
+    def promise(self, nbytes: int, bytes_max: int) -> bool:
+        """Count what is about to be granted, before it is fetched: calls of one client run side by side. False, and
+        nothing is counted, if it would look at more than `bytes_max`; one grant is always possible."""
+        with self.lock:
+            if self.granted_bytes and self.granted_bytes + nbytes > bytes_max:
+                return False
+            self.granted_bytes += nbytes
+            return True
+
+    def break_promise(self, nbytes: int) -> None:
+        with self.lock:
+            self.granted_bytes -= nbytes
+
     def grant(self, number: int, slots: list[Slot], nbytes: int, ttl_s: float) -> bool:
-        """Keep slots pinned for the client. False, and they are released, if it has ended or the number is in use."""
+        """Keep slots pinned for the client, `nbytes` of them promised. False, and they are released, if it has ended or
+        the number is in use."""
         grant = Grant(slots, nbytes, time.monotonic() + (ttl_s or limits.fetch_grant_s), bool(ttl_s))
         with self.lock:
             taken = not self.ended and number not in self._grants
             if taken:
                 self._grants[number] = grant
-                self.granted_bytes += nbytes
+            else:
+                self.granted_bytes -= nbytes
         if not taken:
             self.core.pool.release(slots)
         return taken
@@ -210,12 +225,12 @@ class Peer:
             with domain.lock:
                 domain.peers.discard(self)
             self.domains.unmapped(domain, self, None)
-        for ring in self.rings.values():
-            ring.memory.close()
-        for region in self.regions.values():
-            region.close()
-        self.rings.clear()
-        self.regions.clear()
+        with suppress(KeyError):  # popped one by one: a question under way may add another, and ends it then
+            while True:
+                self.rings.popitem()[1].memory.close()
+        with suppress(KeyError):
+            while True:
+                self.regions.popitem()[1].close()
 
     def status(self) -> dict[str, object]:
         with self.lock:
@@ -232,9 +247,9 @@ class Peer:
 
 def found_slots(slots: list[Slot | None], packed: np.ndarray[tuple[int], np.dtype[np.uint64]]) -> list[Slot]:
     """The slots that are there; writes their numbers into `packed`."""
-    there = []
-    for place, slot in enumerate(slots):
-        if slot is not None:
-            packed[place] = pack_slot(slot.chunk.number, slot.index)
-            there.append(slot)
+    there = [slot for slot in slots if slot is not None]
+    numbers = [pack_slot(slot.chunk.number, slot.index) for slot in there]
+    packed[[place for place, slot in enumerate(slots) if slot is not None] if len(there) < len(slots) else ...] = (
+        numbers
+    )
     return there

@@ -30,6 +30,7 @@ from perdure import store as stores
 from perdure.errors import ConfigError, PerdureError
 from perdure.keys import KVLayout
 from perdure.observe import logs
+from perdure.observe.doctor import Subject, pool_bytes_advised, pool_bytes_max
 from perdure.observe.endpoint import Endpoint
 from perdure.observe.metrics import Metrics
 from perdure.segments.landing import BlockStatus
@@ -62,13 +63,20 @@ def build_server(store: stores.Store, settings: Settings) -> ServerLike:
     )
 
 
-def run(settings: Settings, build: Callable[[stores.Store, Settings], ServerLike] = build_server) -> int:
-    """Serve until a signal; the exit status. Call it in the main thread. Raises PerdureError if it cannot start."""
+def run(
+    settings: Settings,
+    build: Callable[[stores.Store, Settings], ServerLike] = build_server,
+    system: Path = Path("/"),
+) -> int:
+    """Serve until a signal; the exit status. Call it in the main thread. Raises PerdureError if it cannot start.
+
+    system: where /proc and /sys are."""
     data = settings.store_path()
     sys.setswitchinterval(_SWITCH_INTERVAL_S)
     place(settings)
     with contextlib.ExitStack() as undo:
         undo.callback(logs.take_down, logs.set_up(settings.log_level, settings.log_format))
+        check_memory(settings, system)
         signals = undo.enter_context(_signals())
         _log.info("starting", extra=logs.fields(pid=os.getpid(), data=data, version=__version__))
         store = stores.open(
@@ -97,6 +105,22 @@ def run(settings: Settings, build: Callable[[stores.Store, Settings], ServerLike
             reason = _wait(signals)
             started.pop_all()
         return _end(settings, store, server, metrics, probe, endpoint, reason)
+
+
+def check_memory(settings: Settings, system: Path = Path("/")) -> None:
+    """Refuse a pool that the kernel would end the service for. Raises ConfigError; a system that does not say what it
+    has is no reason not to start."""
+    try:
+        most, why = pool_bytes_max(Subject(settings.store_path(), settings.memory, system=system))
+    except (OSError, ValueError, LookupError) as error:
+        _log.warning("memory not checked", extra=logs.fields(why=str(error)))
+        return
+    if settings.memory > most:
+        advised = pool_bytes_advised(most) // limits.MIB
+        raise ConfigError(
+            f"memory={settings.memory}: the pool can have {most} bytes here at most, because {why}; "
+            f"write memory={advised}MiB or less, or give the service more memory"
+        )
 
 
 def place(settings: Settings) -> None:

@@ -14,6 +14,7 @@ from __future__ import annotations
 import ctypes
 import os
 import stat
+import threading
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from typing import Final
@@ -36,6 +37,10 @@ class Region(ABC):
 
     nbytes: int
 
+    def __init__(self) -> None:
+        self._open = True
+        self._closing = threading.Lock()
+
     @abstractmethod
     def take(self, blocks: Extents, *, filled: bool) -> tuple[list[Parts], ScratchLease | None]:
         """The parts of each block; `filled`: with the bytes that are in the region now."""
@@ -43,14 +48,22 @@ class Region(ABC):
     def store(self, blocks: Extents, parts: list[Parts], which: Sequence[int]) -> None:  # noqa: B027
         """Bring blocks that were read into parts of `take` to where they belong; nothing to do if they are there."""
 
+    def close(self) -> None:
+        """Idempotent, and safe from several threads: a client's end and its own question may come together."""
+        with self._closing:
+            was_open, self._open = self._open, False
+        if was_open:
+            self._let_go()
+
     @abstractmethod
-    def close(self) -> None: ...
+    def _let_go(self) -> None: ...
 
 
 class MappedRegion(Region):
     """A map of sealed memory, ours or the client's."""
 
     def __init__(self, fd: int, nbytes: int):
+        super().__init__()
         self.nbytes = nbytes
         self._view: memoryview | None = map_fd(fd, nbytes, writable=True).data
 
@@ -60,7 +73,7 @@ class MappedRegion(Region):
             raise InvalidArgument("the region was unregistered")
         return [[view[offset : offset + nbytes] for offset, nbytes in parts] for parts in blocks], None
 
-    def close(self) -> None:
+    def _let_go(self) -> None:
         self._view = None  # unmapped when the last transfer has ended
 
 
@@ -80,23 +93,33 @@ class LentRegion(MappedRegion):
         except BaseException:
             pool.repay(nbytes)
             raise
-        self._lent = nbytes
 
-    def close(self) -> None:
-        super().close()
+    def _let_go(self) -> None:
+        super()._let_go()
         self.memory.close()
-        lent, self._lent = self._lent, 0  # it may be closed twice
-        self._pool.repay(lent)
+        self._pool.repay(self.nbytes)
+
+
+class _Descriptor:
+    """Closed when nobody uses it any more: closed under a transfer, its number could be another file's by then."""
+
+    def __init__(self, fd: int):
+        self.fd = os.dup(fd)
+
+    def __del__(self) -> None:
+        os.close(self.fd)
 
 
 class FileRegion(Region):
     """Memory that its owner may cut short at any time: never mapped, copied through scratch."""
 
     def __init__(self, fd: int, nbytes: int, scratch: Scratch):
+        super().__init__()
         self.nbytes, self._scratch = nbytes, scratch
-        self._fd = os.dup(fd)
+        self._descriptor: _Descriptor | None = _Descriptor(fd)
 
     def take(self, blocks: Extents, *, filled: bool) -> tuple[list[Parts], ScratchLease | None]:
+        descriptor = self._opened()
         lease = self._scratch.take(sum(nbytes for parts in blocks for _, nbytes in parts))
         at, taken = 0, []
         try:
@@ -104,7 +127,7 @@ class FileRegion(Region):
                 pieces = []
                 for offset, nbytes in parts:
                     piece = lease.view[at : at + nbytes]
-                    if filled and os.preadv(self._fd, [piece], offset) != nbytes:
+                    if filled and os.preadv(descriptor.fd, [piece], offset) != nbytes:
                         raise InvalidArgument(
                             f"the region ends before offset {offset + nbytes}: its owner cut it short"
                         )
@@ -117,15 +140,20 @@ class FileRegion(Region):
         return taken, lease
 
     def store(self, blocks: Extents, parts: list[Parts], which: Sequence[int]) -> None:
+        descriptor = self._opened()
         for place in which:
             for (offset, nbytes), piece in zip(blocks[place], parts[place], strict=True):
-                if os.pwritev(self._fd, [piece], offset) != nbytes:
+                if os.pwritev(descriptor.fd, [piece], offset) != nbytes:
                     raise InvalidArgument(f"the region takes no bytes at offset {offset}")
 
-    def close(self) -> None:
-        if self._fd >= 0:
-            os.close(self._fd)
-            self._fd = -1
+    def _opened(self) -> _Descriptor:
+        descriptor = self._descriptor
+        if descriptor is None:
+            raise InvalidArgument("the region was unregistered")
+        return descriptor
+
+    def _let_go(self) -> None:
+        self._descriptor = None
 
 
 def register(fd: int, nbytes: int, scratch: Scratch) -> Region:

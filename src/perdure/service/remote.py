@@ -89,7 +89,7 @@ class RemoteKeyspace(RemoteReads, SessionVerbs):
                 found += more
                 if more < len(part):
                     break
-        except (ServiceUnavailable, Late):
+        except (ServiceUnavailable, ServiceBusy, Late):
             pass  # what was found can be asked for; `read` has the last word
         return found
 

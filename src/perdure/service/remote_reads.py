@@ -11,7 +11,10 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -34,6 +37,8 @@ from perdure.service.transport import Late, Run
 
 GRACE_S = 0.25  # the service keeps the deadline; an answer that is on its way then is worth waiting for
 _POLL_S = 0.01
+_OVERLAP_BYTES = 16 * limits.MIB  # of a round that is read while the one before is being copied
+_ROUNDS_AHEAD = 2
 _FOUND, _MISSING, _LATE = int(BlockStatus.FOUND), int(BlockStatus.MISSING), int(BlockStatus.LATE)
 
 Extents = list[list[tuple[int, int]]]
@@ -56,21 +61,20 @@ class View:
     or at the release. Ends with the process."""
 
     def __init__(
-        self, store: RemoteStore, run: Run, report: ReadReport, blocks: list[memoryview | None], grants: list[int]
-    ):
-        self._store, self._run, self._grants = store, run, grants
+        self, store: RemoteStore, run: Run, report: ReadReport, blocks: list[memoryview | None], grants: list[int],
+        until: float,
+    ):  # fmt: skip
+        self._store, self._run, self._grants, self._until = store, run, grants, until
         self.report, self.statuses, self.blocks = report, report.statuses, blocks
 
     def release(self) -> bool:
-        """Whether the bytes were valid until now."""
+        """Whether the bytes were valid until now: the service keeps them for as long as it said, or dies. Waits for
+        nobody."""
         grants, self._grants, self.blocks = self._grants, [], []
-        if not grants:
-            return False
-        try:
-            deadline = time.monotonic() + limits.call_s_default
-            return bool(self._store.ask(self._run, lambda i: m.Release(i, grants, True), deadline).yes)
-        except ServiceUnavailable:
-            return False
+        valid = bool(grants) and time.monotonic() <= self._until and not self._run.ended.is_set()
+        if grants:
+            self._store.transport.tell(self._run, m.Release(0, grants, False))
+        return valid
 
     def __enter__(self) -> View:
         return self
@@ -157,7 +161,9 @@ class RemoteReads:
         if maps is not None:
             done = maps.copy(self.digest, keys, self.layout.block_bytes, blocks)
             report.statuses[done] = _FOUND
-            report.from_memory += int(done.sum())
+            report.from_memory = int(np.count_nonzero(done))
+            if report.from_memory == len(keys):
+                return
         rest = np.flatnonzero(report.statuses != _FOUND).tolist()
         registered = self._store.region_of(blocks) if rest and (direct or deadline is None) else None
         if registered is not None:
@@ -173,12 +179,11 @@ class RemoteReads:
     def _fetch(self, call: Call, keys: KeyArray, rest: list[int], blocks: list[Parts], report: ReadReport) -> list[int]:
         """Copy what the service brings into its memory; returns what there was no room for."""
         homeless: list[int] = []
-        for part in self._rounds(rest, call.run.welcome.fetch_bytes):
-            try:
-                grant, answer = self._ask_fetch(call, keys[part], 0.0)
-            except ServiceBusy:
+        for part, asked in self._ahead(call, keys, rest):
+            if asked is None:
                 homeless += part
                 continue
+            grant, answer = asked
             try:
                 maps = self._store.maps(call.run, self.tenant_id, call.space, call.until + GRACE_S)
                 copied = self._copy_granted(maps, keys[part], answer, [blocks[at] for at in part])
@@ -194,6 +199,39 @@ class RemoteReads:
             report.statuses[lost] = _LATE  # until they come another way
             homeless += lost
         return homeless
+
+    def _ahead(
+        self, call: Call, keys: KeyArray, rest: list[int]
+    ) -> Iterator[tuple[list[int], tuple[int, m.Fetched] | None]]:
+        """Rounds of a read with the service's answers, None where it has no room now. Of a long read the next rounds
+        are asked for while this one is being copied: the disk does not wait for us, nor we for it."""
+        most = call.run.welcome.fetch_bytes
+        if len(rest) * self.layout.block_bytes > _OVERLAP_BYTES:
+            most = min(most // (_ROUNDS_AHEAD + 1), _OVERLAP_BYTES)
+        rounds = self._rounds(rest, most)
+
+        def ask(part: list[int]) -> tuple[int, m.Fetched] | None:
+            try:
+                return self._ask_fetch(call, keys[part], 0.0)
+            except ServiceBusy:
+                return None
+
+        if len(rounds) == 1:
+            yield rounds[0], ask(rounds[0])
+            return
+        asked: deque[Future[tuple[int, m.Fetched] | None]] = deque()
+        with ThreadPoolExecutor(_ROUNDS_AHEAD, thread_name_prefix="perdure-ahead") as threads:
+            try:
+                for number, part in enumerate(rounds):
+                    while len(asked) < _ROUNDS_AHEAD and number + len(asked) < len(rounds):
+                        asked.append(threads.submit(ask, rounds[number + len(asked)]))
+                    yield part, asked.popleft().result()
+            finally:  # what was asked for and is not wanted any more
+                for future in asked:
+                    with suppress(Exception):
+                        left = future.result()
+                        if left is not None:
+                            self._store.transport.tell(call.run, m.Release(0, [left[0]], False))
 
     def _copy_granted(
         self, maps: DomainMaps, keys: KeyArray, answer: m.Fetched, destinations: list[Parts]
@@ -322,7 +360,8 @@ class RemoteReads:
         except BaseException:
             self._store.transport.tell(call.run, m.Release(0, grants, False))
             raise
-        return View(self._store, call.run, _finish(report, self.layout.block_bytes, started), blocks, grants)
+        _finish(report, self.layout.block_bytes, started)
+        return View(self._store, call.run, report, blocks, grants, started + ttl_s)
 
     def _look(
         self, call: Call, keys: KeyArray, part: list[int], answer: m.Fetched, blocks: list[memoryview | None],
@@ -331,10 +370,9 @@ class RemoteReads:
         """The memory of the blocks that were pinned for us."""
         maps = self._store.maps(call.run, self.tenant_id, call.space, call.until + GRACE_S)
         slots = np.frombuffer(answer.slots, np.uint64).tolist()
-        for position, key, slot in zip(part, key_list(keys), slots, strict=True):
-            if slot != m.NO_SLOT:
-                blocks[position] = maps.granted(slot, key, self.digest)
-            if blocks[position] is None and report.statuses[position] == _FOUND:
+        for position, block in zip(part, maps.granted(slots, key_list(keys), self.digest), strict=True):
+            blocks[position] = block
+            if block is None and report.statuses[position] == _FOUND:
                 report.statuses[position] = _MISSING
         report.problems |= {part[place]: "no room in the service's memory" for place in answer.no_room}
 

@@ -11,6 +11,7 @@ Contract
 
 from __future__ import annotations
 
+import errno
 import logging
 import os
 import select
@@ -43,6 +44,7 @@ from perdure.store import Store
 from perdure.viewing import leave_limbo
 
 _LOG = logging.getLogger("perdure.service")
+_EXHAUSTED = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)  # descriptors or kernel memory
 _ONCE = select.EPOLLIN | select.EPOLLRDHUP | select.EPOLLONESHOT
 
 
@@ -140,6 +142,7 @@ class Server:
                 thread.join(max(0.0, give_up - time.monotonic()))
         for peer in list(self._peers.values()):
             peer.end()
+        self.verbs.mover.close()
         for connection in list(self._connections.values()):
             self._close(connection)
         self._listener.close()
@@ -221,7 +224,12 @@ class Server:
 
     def _accept(self) -> None:
         with suppress(OSError):
-            sock, _ = self._listener.accept()
+            try:
+                sock, _ = self._listener.accept()
+            except OSError as error:
+                if error.errno in _EXHAUSTED:  # who waits is taken when some are free again; meanwhile no spinning
+                    self._stop.wait(limits.beat_s)
+                raise
             if not self.room():
                 busy = ServiceBusy(f"{self._clients_max} connections are open; raise --clients-max")
                 with suppress(OSError):
@@ -230,7 +238,8 @@ class Server:
             else:
                 connection = _Connection(sock)
                 sock.setblocking(False)
-                self._connections[sock.fileno()] = connection
+                with self._lock:  # another thread may be walking over them
+                    self._connections[sock.fileno()] = connection
                 self._epoll.register(sock.fileno(), _ONCE)
         with suppress(OSError, ValueError):
             self._epoll.modify(self._listener.fileno(), select.EPOLLIN | select.EPOLLONESHOT)
@@ -373,11 +382,9 @@ class Server:
         assert peer is not None
         out: list[int] = []
         try:
-            try:
-                answer, out = self.verbs.answer(peer, question, fds)
-            except PerdureError as error:
-                answer = m.failure(question.id, error)
-            self.note(peer, question, answer, time.monotonic() - since)
+            answer, out = self.verbs.answer(peer, question, fds)
+        except PerdureError as error:
+            answer = m.failure(question.id, error)
         except Exception as error:  # noqa: BLE001 (a question must not end the service)
             _LOG.exception("a question failed")
             answer = m.failure(question.id, error)
@@ -385,11 +392,16 @@ class Server:
             self._send(connection, answer, out)
         for fd in (*fds, *out):
             os.close(fd)
+        self.note(peer, question, answer, time.monotonic() - since)
         self._arm(connection)
 
     def note(self, peer: Peer, question: Any, answer: m.Message, seconds: float) -> None:
-        if self.metrics is not None:
-            count(self.metrics, peer, question, answer, seconds)
+        """Count a question that has been answered: nobody waits for this. Never raises."""
+        try:
+            if self.metrics is not None:
+                count(self.metrics, peer, question, answer, seconds)
+        except Exception:  # noqa: BLE001 (metrics must not end the service)
+            _LOG.exception("a question could not be counted")
 
     def _send(self, connection: _Connection, answer: m.Message, fds: list[int]) -> None:
         data = m.encode(answer)

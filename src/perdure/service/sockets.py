@@ -19,6 +19,7 @@ import select
 import socket
 import stat
 import struct
+import threading
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -29,7 +30,9 @@ from perdure.errors import InvalidArgument, ProtocolError, ServiceUnavailable, S
 
 SO_PEERPIDFD: Final = 77  # Linux 6.5
 SOCKET_NAME: Final = "perdure.sock"
-_POLL_S: Final = 0.0005  # a timeout of 0 would not look at all
+_local = threading.local()
+_POLL_S: Final = 0.0005  # less is not worth waiting
+_TIMEVAL: Final = struct.Struct("@ll")
 _CREDENTIALS: Final = struct.Struct("3i")
 _DESCRIPTORS_MAX: Final = limits.message_descriptors_max + 3
 _ANCILLARY_BYTES: Final = socket.CMSG_SPACE(4 * _DESCRIPTORS_MAX)
@@ -46,9 +49,11 @@ def send(sock: socket.socket, data: bytes, fds: Sequence[int], flags: int = 0) -
 
 def receive(sock: socket.socket, flags: int = 0) -> tuple[bytes, list[int]]:
     """One message, empty at the end of the connection; the descriptors are the caller's to close."""
-    data, ancillary, answer_flags, _ = sock.recvmsg(
-        limits.message_bytes_max, _ANCILLARY_BYTES, flags | socket.MSG_CMSG_CLOEXEC
-    )
+    buffer = getattr(_local, "buffer", None)
+    if buffer is None:  # one per thread: a new one for each message would be mapped and unmapped every time
+        buffer = _local.buffer = memoryview(bytearray(limits.message_bytes_max))
+    count, ancillary, answer_flags, _ = sock.recvmsg_into([buffer], _ANCILLARY_BYTES, flags | socket.MSG_CMSG_CLOEXEC)
+    data = bytes(buffer[:count])
     fds = array.array("i")
     for level, kind, content in ancillary:
         if level == socket.SOL_SOCKET and kind == socket.SCM_RIGHTS:
@@ -151,23 +156,45 @@ def connect_unix(path: Path, timeout_s: float | None) -> socket.socket:
     return sock
 
 
+class KernelTimeout:
+    """A timeout that the kernel keeps: Python's own costs two system calls and a poll for every call, and MSG_WAITALL
+    its effect. It is shorter than the time that is left, by half at most, so that it need not be set for every call;
+    after a BlockingIOError the caller sets it anew, and goes on."""
+
+    def __init__(self, sock: socket.socket):
+        self._sock = sock
+        self._told: dict[int, float] = {}  # what the kernel was told last, by socket option
+
+    def set(self, option: int, until: float) -> None:
+        """Raises TimeoutError if the time is up."""
+        left = min(until - time.monotonic(), limits.stall_s)
+        if left <= 0:
+            raise TimeoutError("nothing moved in time")
+        if not left / 2 <= self._told.get(option, 0.0) <= left:
+            chosen = self._told[option] = max(0.75 * left, _POLL_S)
+            packed = _TIMEVAL.pack(int(chosen), int(chosen % 1 * 1e6))
+            self._sock.setsockopt(socket.SOL_SOCKET, option, packed)
+
+
 class UnixChannel:
     """A connection to the service at a path, as `transport.Channel`."""
 
     def __init__(self, path: Path, until: float):
         self._sock = connect_unix(path, max(0.001, until - time.monotonic()))
+        self._timeout = KernelTimeout(self._sock)
 
     def send(self, message: bytes, fds: Sequence[int] = (), *, until: float = math.inf) -> None:
         send(self._sock, message, fds)  # a question fits the buffer of a connection that has none under way
 
     def receive(self, until: float) -> tuple[bytes, list[int]]:
-        self._sock.settimeout(None if until == math.inf else max(until - time.monotonic(), 0.0) or _POLL_S)
-        try:
+        if until - time.monotonic() < _POLL_S:
+            if not readable(self._sock):
+                raise TimeoutError
             return receive(self._sock)
-        except BlockingIOError:
-            raise TimeoutError from None
-        finally:
-            self._sock.settimeout(None)
+        while True:
+            self._timeout.set(socket.SO_RCVTIMEO, until)
+            with contextlib.suppress(BlockingIOError):
+                return receive(self._sock)
 
     def ready(self) -> bool:
         return readable(self._sock)

@@ -28,8 +28,6 @@ from perdure.service import sockets
 
 _FRAME: Final = struct.Struct("<4sIQ")
 _MAGIC: Final = b"PDF1"
-_TIMEVAL: Final = struct.Struct("@ll")
-_TIMEOUT_S_MIN: Final = 0.0001
 _PARTS_MAX: Final = 512  # of one system call; Linux takes 1,024
 _SEND_BYTES: Final = 2 * limits.MIB  # per call: measured over loopback, 512 KiB cost 10 % more, 16 MiB a third
 _SKIP_BYTES: Final = 256 * limits.KIB
@@ -42,7 +40,7 @@ class Stream:
         self._sock = sock
         self._payload = 0  # bytes of the frame that was received last which are still to be taken
         self._broken = False
-        self._timeouts: dict[int, float] = {}  # what the kernel was told last, by socket option
+        self._timeout = sockets.KernelTimeout(sock)
 
     # --- frames
     def send(
@@ -128,7 +126,7 @@ class Stream:
     def _receive_some(self, parts: list[memoryview], until: float) -> int:
         """Bytes received; 0 at the end of the connection. The kernel waits for all of them, or until the time is up."""
         while True:
-            self._wait_at_most(socket.SO_RCVTIMEO, until)
+            self._timeout.set(socket.SO_RCVTIMEO, until)
             try:
                 return self._sock.recvmsg_into(parts, 0, socket.MSG_WAITALL)[0]
             except BlockingIOError:
@@ -136,22 +134,11 @@ class Stream:
 
     def _send_some(self, parts: list[memoryview], until: float) -> int:
         while True:
-            self._wait_at_most(socket.SO_SNDTIMEO, until)
+            self._timeout.set(socket.SO_SNDTIMEO, until)
             try:
                 return self._sock.sendmsg(parts)
             except BlockingIOError:
                 continue
-
-    def _wait_at_most(self, option: int, until: float) -> None:
-        """A timeout of the kernel's: Python's own would cost a poll for every call, and MSG_WAITALL its effect. It is
-        shorter than the time that is left, by half at most, so that it need not be set for every call."""
-        left = min(until - time.monotonic(), limits.stall_s)
-        if left <= 0:
-            raise TimeoutError("nothing moved in time")
-        if not left / 2 <= self._timeouts.get(option, 0.0) <= left:
-            chosen = self._timeouts[option] = max(0.75 * left, _TIMEOUT_S_MIN)
-            packed = _TIMEVAL.pack(int(chosen), int(chosen % 1 * 1e6))
-            self._sock.setsockopt(socket.SOL_SOCKET, option, packed)
 
     def ready(self) -> bool:
         return self._broken or sockets.readable(self._sock)
@@ -242,8 +229,14 @@ class TlsFiles(NamedTuple):
 
 
 def tune(sock: socket.socket) -> None:
-    """Small frames at once; a host that is gone is noticed, also by a connection that waits for its next question."""
+    """Small frames at once; a host that is gone is noticed, also by a connection that waits for its next question.
+
+    Over loopback no congestion control that paces: a default of BBR costs a third of the rate there, and twice the time
+    of a 2 MiB block (measured). Between hosts the system's choice stands."""
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    if sockets.is_loopback(str(sock.getpeername()[0])):
+        with suppress(OSError):  # the kernel may not have it
+            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, b"cubic")
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, limits.keepalive_idle_s)
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, limits.keepalive_idle_s)

@@ -22,7 +22,7 @@ from contextlib import suppress
 from typing import Any, Protocol
 
 from perdure import limits
-from perdure.errors import ProtocolError, ServiceUnavailable, StoreClosed
+from perdure.errors import ProtocolError, ServiceBusy, ServiceUnavailable, StoreClosed
 from perdure.io.shared import closing
 from perdure.service import messages as m
 
@@ -99,6 +99,8 @@ class Transport:
             try:
                 if self._run is run:
                     self._run = self._connect(deadline)
+            except ServiceBusy as error:  # to a call, a service that has no room for this client is not there
+                raise ServiceUnavailable(str(error)) from error
             finally:
                 self._connecting.release()
 
@@ -116,8 +118,7 @@ class Transport:
                     raise
                 time.sleep(limits.reconnect_wait_s)
         try:
-            channel.send(m.encode(m.Hello(0, limits.wire_version, self._name)), until=until)
-            answer = self._receive(channel, 0, until, [])
+            answer = self._greet(channel, until)
             if isinstance(answer, m.Failed):
                 m.raise_failure(answer)
             if not isinstance(answer, m.Welcome):
@@ -134,6 +135,15 @@ class Transport:
         run = Run(channel, answer)
         threading.Thread(target=_listen, args=(weakref.ref(self), run), name="perdure-client", daemon=True).start()
         return run
+
+    def _greet(self, channel: Channel, until: float) -> Any:
+        """The answer to our hello, also of a service without room, which answers unasked and closes: the first look at
+        the socket then says only that it was closed."""
+        with suppress(BrokenPipeError, ConnectionResetError):
+            channel.send(m.encode(m.Hello(0, limits.wire_version, self._name)), until=until)
+        with suppress(ConnectionResetError):
+            return self._receive(channel, 0, until, [])
+        return self._receive(channel, 0, until, [])
 
     # --- calls
     def ask(

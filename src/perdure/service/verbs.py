@@ -20,6 +20,7 @@ from perdure.reports import ReadReport, WriteStatus
 from perdure.segments.landing import BlockStatus
 from perdure.service import messages as m
 from perdure.service.domains import Domain, Domains
+from perdure.service.nixl_node import Far, Mover
 from perdure.service.peers import Peer, Ring, found_slots
 from perdure.service.regions import LentRegion, Region, register
 from perdure.service.shared import CHUNKS, RING_BYTES
@@ -38,6 +39,7 @@ WRITING = (m.Write, m.Sync, m.Reserve, m.EndLease, m.Pin, m.Unpin, m.OpenSpace, 
 class Verbs:
     def __init__(self, store: Store, domains: Domains, status: Callable[[], dict[str, Any]]):
         self._store, self._core, self._domains, self._status = store, store.core, domains, status
+        self.mover = Mover(store.core.pool)
         self._handlers: dict[type, Callable[..., Reply]] = {
             m.OpenSpace: self._open_space, m.Attach: self._attach, m.Lookup: self._lookup, m.Present: self._present,
             m.Fetch: self._fetch, m.Release: self._release, m.Read: self._read, m.Settled: self._settled,
@@ -83,34 +85,46 @@ class Verbs:
         fds: list[int] = []
         try:
             # before the lock: its memory may have to be taken from the pool, which tells the domain
-            self._ring(peer, domain)
+            ring = self._ring(peer, domain)
             with domain.lock:
-                more = self._collect_maps(peer, domain, q, items, fds)
+                more = self._collect_maps(peer, domain, ring, q, items, fds)
         except BaseException:
             for fd in fds:
                 os.close(fd)
             raise
         return m.Attached(q.id, items, list(domain.chunks), more), fds
 
-    def _ring(self, peer: Peer, domain: Domain) -> None:
-        if domain not in peer.rings:
-            ring = Ring(LentRegion(self._core.pool, "ring", RING_BYTES))
-            if peer.rings.setdefault(domain, ring) is not ring:  # another thread of the client was faster
-                ring.memory.close()
-            if peer.ended:
-                ring.memory.close()
-                raise ProtocolError("this client has ended")
+    def _ring(self, peer: Peer, domain: Domain) -> Ring:
+        ring = peer.rings.get(domain)
+        if ring is None:
+            made = Ring(LentRegion(self._core.pool, "ring", RING_BYTES))
+            ring = peer.rings.setdefault(domain, made)
+            if ring is not made:  # another thread of the client was faster
+                made.memory.close()
+        if peer.ended:
+            ring.memory.close()
+            raise ProtocolError("this client has ended")
+        return ring
 
     def _collect_maps(
-        self, peer: Peer, domain: Domain, q: m.Attach, items: list[tuple[str, int, int, int]], fds: list[int]
+        self,
+        peer: Peer,
+        domain: Domain,
+        ring: Ring,
+        q: m.Attach,
+        items: list[tuple[str, int, int, int]],
+        fds: list[int],
     ) -> bool:
         """What the client lacks; whether there is more. With the domain's lock held."""
+        mine = peer.maps(domain)  # before the look at `ended`: so its end finds the domain
+        if peer.ended:
+            raise ProtocolError("this client has ended")
         domain.peers.add(peer)
         items.append(("version", int(domain.words[CHUNKS]), 0, 0))
         if not any(q.versions):
             page, nbytes = domain.descriptor_of_page()
             fds.append(page)
-            fds.append(os.dup(peer.rings[domain].memory.memory.fd))
+            fds.append(os.dup(ring.memory.memory.fd))
             items += [("directory", 0, nbytes, 0), ("ring", 0, RING_BYTES, 0)]
         for name, table, had in (("presence", domain.presence, q.versions[0]), ("slots", domain.slots, q.versions[1])):
             if table.memory is not None and table.version != had:
@@ -122,7 +136,7 @@ class Verbs:
             chunk = domain.chunks[number]
             items.append(("chunk", number, chunk.memory.nbytes, chunk.nbytes))
             fds.append(os.dup(chunk.memory.fd))
-            peer.maps(domain).add(number)
+            mine.add(number)
         return len(new) > most
 
     # --- asking
@@ -168,12 +182,16 @@ class Verbs:
             raise ProtocolError(f"{nbytes} bytes in one fetch, at most {fetch_bytes(self._store)}")
         if not 0 <= q.view_s <= limits.view_ttl_s_max:
             raise InvalidArgument(f"view for {q.view_s} s: at most {limits.view_ttl_s_max}")
-        if peer.granted_bytes + nbytes > self._core.pool.budget_bytes // 2 and peer.granted_bytes:
+        if not peer.promise(nbytes, self._core.pool.budget_bytes // 2):
             raise ServiceBusy(
                 f"this client looks at {peer.granted_bytes} bytes of the pool already, half of it at most; "
                 "release views"
             )
-        got = fetch(self._core, space, keys, deadline_s=left_s)
+        try:
+            got = fetch(self._core, space, keys, deadline_s=left_s)
+        except BaseException:
+            peer.break_promise(nbytes)
+            raise
         packed = np.full(len(keys), m.NO_SLOT, np.uint64)
         if not peer.grant(q.grant, found_slots(got.slots, packed), nbytes, q.view_s):
             raise ProtocolError(f"grant {q.grant} is in use")
@@ -233,6 +251,8 @@ class Verbs:
 
     # --- regions
     def _region(self, peer: Peer, q: m.Region, fds: list[int]) -> Reply:
+        for number in [number for number, one in peer.regions.items() if isinstance(one, Far) and one.ended]:
+            peer.regions.pop(number, None)
         if len(peer.regions) >= limits.regions_per_client_max:
             raise ServiceBusy(f"{limits.regions_per_client_max} regions are registered; unregister some")
         if not 0 < q.nbytes <= limits.region_bytes_max:
@@ -245,6 +265,8 @@ class Verbs:
         elif q.kind in ("staging", "landing"):
             region = LentRegion(self._core.pool, q.kind, q.nbytes)
             out = [os.dup(region.memory.fd)]
+        elif q.kind == "nixl" and peer.remote:
+            region, out = self.mover.register(q), []
         else:
             raise ProtocolError(f"region kind {q.kind!r}: must be staging, landing or client")
         number = peer.number()
