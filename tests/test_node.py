@@ -22,6 +22,7 @@ from perdure import RemoteStore, limits
 from perdure.errors import ConfigError, InvalidArgument, ProtocolError, ServiceUnavailable, StorePathError
 from perdure.limits import MIB
 from perdure.service import messages as m
+from perdure.service.fields import layout_fields
 from perdure.service.outgoing import gather
 from perdure.service.server import Server
 from perdure.service.streams import Stream, TlsFiles
@@ -109,7 +110,7 @@ def greeted(server: Server) -> Stream:
 def opened(stream: Stream, block_bytes: int = 8192) -> int:
     """The keyspace that `keyspace(client)` opens, by hand."""
     layout = perdure.testing.store.layout_of(block_bytes)
-    question = m.OpenSpace(2, "acme", "model", perdure.testing.store.WEIGHTS, "", "", m.layout_fields(layout), "off")
+    question = m.OpenSpace(2, "acme", "model", perdure.testing.store.WEIGHTS, "", "", layout_fields(layout), "off")
     stream.send(m.encode(question))
     return int(m.decode_answer(stream.receive(FOREVER)[0]).space)
 

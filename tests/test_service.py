@@ -23,6 +23,7 @@ from perdure.io.shared import SharedMemory, map_fd
 from perdure.limits import MIB
 from perdure.pool.memory import SharedChunk
 from perdure.service import messages, shared, sockets
+from perdure.service.fields import pack_extents
 from perdure.service.maps import ChunkMap, copy_block
 from perdure.service.server import Server, shared_pool
 from perdure.testing.store import (
@@ -215,7 +216,7 @@ def test_memory_cut_short_by_its_owner_harms_nobody(tmp_path: Path) -> None:
         region = client.register(own.fd)
         os.ftruncate(own.fd, 4096)
         extents = [[(at * space.layout.block_bytes, space.layout.block_bytes)] for at in range(4)]
-        table, parts = messages.pack_extents(extents)
+        table, parts = pack_extents(extents)
         run, deadline = client.current()
         number = region.numbers[run.welcome.client]
         with pytest.raises(InvalidArgument, match="cut it short"):
@@ -412,7 +413,7 @@ def test_a_write_that_is_read_after_its_deadline_stores_nothing(tmp_path: Path) 
         region.view[:] = blocks_of(keys).tobytes()
         call, past = space.begin(), time.monotonic() - 0.001
         number = region.numbers[call.run.welcome.client]
-        table, parts = messages.pack_extents([[(0, 8192)], [(8192, 8192)]])
+        table, parts = pack_extents([[(0, 8192)], [(8192, 8192)]])
         names = keys.tobytes()
         written = client.ask(
             call.run,

@@ -25,6 +25,7 @@ from perdure.errors import InvalidArgument, ProtocolError, ServiceUnavailable
 from perdure.reports import ReadReport, WriteReport
 from perdure.segments.landing import BlockStatus
 from perdure.service import messages as m
+from perdure.service.fields import raise_failure
 from perdure.service.remote import RemoteKeyspace, Terms, note
 from perdure.service.remote_reads import GRACE_S, Call
 from perdure.service.streams import Stream
@@ -151,7 +152,7 @@ class DistantKeyspace(RemoteKeyspace):
             raise ConnectionResetError("end of the connection")
         answer = m.decode_answer(data)
         if isinstance(answer, m.Failed):
-            m.raise_failure(answer)
+            raise_failure(answer)
         if not isinstance(answer, kind) or answer.id != number:
             raise ProtocolError(f"{self._store.where}: {type(answer).__name__} is no answer to the question")
         return answer

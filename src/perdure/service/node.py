@@ -24,6 +24,7 @@ from perdure.reports import WriteStatus
 from perdure.segments.landing import BlockStatus
 from perdure.service import messages as m
 from perdure.service import streams
+from perdure.service.fields import failure, keys_of, lease_of
 from perdure.service.outgoing import Lot, gather
 from perdure.service.peers import Peer
 from perdure.service.sockets import is_loopback
@@ -145,7 +146,7 @@ class Node:
             while not self._stopping and self._one(stream, peer):
                 pass
         except PerdureError as error:  # not the protocol: nothing more can be made of what comes
-            stream.send(m.encode(m.failure(0, error)), until=time.monotonic() + limits.send_wait_s)
+            stream.send(m.encode(failure(0, error)), until=time.monotonic() + limits.send_wait_s)
         finally:
             if peer is not None:
                 (self._server.dismiss if mine else self._server.left)(peer)
@@ -175,7 +176,7 @@ class Node:
         except Exception as error:  # noqa: BLE001 (a question must not end the connection)
             if not isinstance(error, PerdureError):
                 _LOG.exception("a question failed")
-            summary = m.failure(question.id, error)
+            summary = failure(question.id, error)
             stream.send(m.encode(summary), until=time.monotonic() + limits.stall_s)
         self._server.note(peer, question, summary, time.monotonic() - since)
         return True
@@ -183,12 +184,12 @@ class Node:
     def _encoded(self, answer: m.Message) -> bytes:
         data = m.encode(answer)
         if len(data) > limits.message_bytes_max:
-            data = m.encode(m.failure(answer.id, ServiceBusy("the answer is longer than a message; ask for less")))
+            data = m.encode(failure(answer.id, ServiceBusy("the answer is longer than a message; ask for less")))
         return data
 
     # --- moving blocks
     def _get(self, stream: Stream, peer: Peer, q: m.Get, since: float) -> m.Message:
-        space, keys = peer.space(q.space), m.keys_of(q.keys)
+        space, keys = peer.space(q.space), keys_of(q.keys)
         until = since + _seconds(q.left_s)
         size, core = space.layout.block_bytes, self._server.core
         step = max(1, limits.frame_blocks_bytes_max // size)
@@ -219,7 +220,7 @@ class Node:
         """The payload is received whatever becomes of the question: the next one comes after it."""
         receive_by = since + limits.stall_s
         try:
-            space, keys = peer.space(q.space), m.keys_of(q.keys)
+            space, keys = peer.space(q.space), keys_of(q.keys)
             until = since + _seconds(q.left_s)
             size = space.layout.block_bytes
             if payload != len(keys) * size:
@@ -236,7 +237,7 @@ class Node:
             stream.fill([part for parts in blocks for part in parts], receive_by)
             report = space.write(
                 keys, blocks, durability=q.durability, ttl_s=q.ttl_s, deadline_s=max(0.0, until - time.monotonic()),
-                lease=None if q.lease is None else m.lease_of(q.lease),
+                lease=None if q.lease is None else lease_of(q.lease),
             )  # fmt: skip
         finally:
             self._turns.release()

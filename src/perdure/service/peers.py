@@ -28,7 +28,8 @@ from perdure.pool.dram import Slot
 from perdure.reports import ReadReport
 from perdure.service import shared
 from perdure.service.domains import Domain, Domains
-from perdure.service.messages import Retired, encode, pack_slot
+from perdure.service.fields import pack_slot
+from perdure.service.messages import Retired, encode
 from perdure.service.regions import LentRegion, Region
 
 

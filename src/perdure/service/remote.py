@@ -24,6 +24,7 @@ from perdure.keyspace import Advice, check_lease, check_seconds, durability_of, 
 from perdure.reports import ReadReport, WriteReport, WriteStatus
 from perdure.service import messages as m
 from perdure.service.client import Region, RemoteStore
+from perdure.service.fields import lease_of, pack_extents, pack_lease
 from perdure.service.remote_reads import GRACE_S, Call, Extents, RemoteReads
 from perdure.service.staging import STAGED_BYTES
 from perdure.service.transport import Late, Run
@@ -139,7 +140,7 @@ class RemoteKeyspace(RemoteReads):
         terms = Terms(
             durability_of(durability).name.lower(),
             None if ttl_s is None else float(ttl_s),
-            None if lease is None else m.pack_lease(lease),
+            None if lease is None else pack_lease(lease),
         )
         if len(array):
             self._write(array, parts, terms, None if limit is None else started + limit, report)
@@ -195,7 +196,7 @@ class RemoteKeyspace(RemoteReads):
         self, call: Call, keys: KeyArray, part: list[int], region: Region, extents: Extents, terms: Terms,
         report: WriteReport, settle: Callable[[Any], None] | None = None,
     ) -> None:  # fmt: skip
-        table, parts = m.pack_extents(extents)
+        table, parts = pack_extents(extents)
         number, names = region.numbers[call.run.welcome.client], keys[part].tobytes()
         answer: m.Written = self._store.transport.ask(
             call.run, lambda i: m.Write(i, call.space, names, number, table, parts, *terms, call.until),
@@ -232,12 +233,12 @@ class RemoteKeyspace(RemoteReads):
             raise InvalidArgument("reserve: no keys, so there is nothing to reserve")
         check_seconds(ttl_s, "ttl_s", limits.lease_ttl_s_max)
         got = self._ask_of(self.begin(), m.Reserve, array[-1:].tobytes(), float(ttl_s)).lease
-        return None if got is None else m.lease_of(got)
+        return None if got is None else lease_of(got)
 
     def end_lease(self, lease: Lease) -> bool:
         """As `Keyspace.end_lease`."""
         check_lease(lease)
-        call, data = self.begin(), m.pack_lease(lease)
+        call, data = self.begin(), pack_lease(lease)
         return bool(self._store.ask(call.run, lambda number: m.EndLease(number, data), call.until).yes)
 
     def pin(self, keys: KeyArray | Sequence[bytes], *, ttl_s: float) -> RemotePin:

@@ -28,6 +28,7 @@ from perdure.reports import ReadReport
 from perdure.segments.landing import BlockStatus
 from perdure.service import messages as m
 from perdure.service.client import Region, RemoteStore
+from perdure.service.fields import NO_SLOT, layout_fields, pack_extents
 from perdure.service.maps import MAPPABLE, DomainMaps
 from perdure.service.staging import STAGED_BYTES
 from perdure.service.transport import Late, Run
@@ -93,7 +94,7 @@ class RemoteReads:
         known = self._opened
         if known is not None and known[0] is run:
             return known[1]
-        one, fields = self.identity, m.layout_fields(self.layout)
+        one, fields = self.identity, layout_fields(self.layout)
         opened: m.SpaceOpened = self._store.ask(
             run,
             lambda i: m.OpenSpace(i, self.tenant, one.model, one.weights, one.lora, one.draft, fields, self._codec),
@@ -201,7 +202,7 @@ class RemoteReads:
         """Which blocks of an answer could be copied."""
         slots, size = np.frombuffer(answer.slots, np.uint64).tolist(), self.layout.block_bytes
         return [
-            slot != m.NO_SLOT and maps.copy_granted(slot, key, self.digest, size, destination)
+            slot != NO_SLOT and maps.copy_granted(slot, key, self.digest, size, destination)
             for slot, key, destination in zip(slots, key_list(keys), destinations, strict=True)
         ]
 
@@ -255,7 +256,7 @@ class RemoteReads:
         self, call: Call, keys: KeyArray, part: list[int], region: Region, extents: Extents, direct: bool,
         report: ReadReport, settle: Callable[[Any], None],
     ) -> None:  # fmt: skip
-        table, parts = m.pack_extents(extents)
+        table, parts = pack_extents(extents)
         number, names = region.numbers[call.run.welcome.client], keys[part].tobytes()
         answer: m.Delivered = self._store.transport.ask(
             call.run, lambda i: m.Read(i, call.space, names, number, table, parts, call.until, direct),
@@ -332,7 +333,7 @@ class RemoteReads:
         maps = self._store.maps(call.run, self.tenant_id, call.space, call.until + GRACE_S)
         slots = np.frombuffer(answer.slots, np.uint64).tolist()
         for position, key, slot in zip(part, key_list(keys), slots, strict=True):
-            if slot != m.NO_SLOT:
+            if slot != NO_SLOT:
                 blocks[position] = maps.granted(slot, key, self.digest)
             if blocks[position] is None and report.statuses[position] == _FOUND:
                 report.statuses[position] = _MISSING

@@ -34,6 +34,7 @@ from perdure.segments.landing import BlockStatus
 from perdure.service import messages as m
 from perdure.service import sockets
 from perdure.service.domains import Domains
+from perdure.service.fields import failure
 from perdure.service.node import Node
 from perdure.service.peers import Peer
 from perdure.service.sockets import address_text
@@ -225,7 +226,7 @@ class Server:
             if not self.room():
                 busy = ServiceBusy(f"{self._clients_max} connections are open; raise --clients-max")
                 with suppress(OSError):
-                    sockets.send(sock, m.encode(m.failure(0, busy)), [], socket.MSG_DONTWAIT)
+                    sockets.send(sock, m.encode(failure(0, busy)), [], socket.MSG_DONTWAIT)
                 sock.close()
             else:
                 connection = _Connection(sock)
@@ -277,7 +278,7 @@ class Server:
         except BlockingIOError:
             self._arm(connection)
         except PerdureError as error:
-            self._send(connection, m.failure(0, error), [])
+            self._send(connection, failure(0, error), [])
             self._close(connection)
         except OSError:
             self._close(connection)
@@ -376,11 +377,11 @@ class Server:
             try:
                 answer, out = self.verbs.answer(peer, question, fds)
             except PerdureError as error:
-                answer = m.failure(question.id, error)
+                answer = failure(question.id, error)
             self.note(peer, question, answer, time.monotonic() - since)
         except Exception as error:  # noqa: BLE001 (a question must not end the service)
             _LOG.exception("a question failed")
-            answer = m.failure(question.id, error)
+            answer = failure(question.id, error)
         if not isinstance(question, m.Release) or question.tell:
             self._send(connection, answer, out)
         for fd in (*fds, *out):
@@ -394,7 +395,7 @@ class Server:
     def _send(self, connection: _Connection, answer: m.Message, fds: list[int]) -> None:
         data = m.encode(answer)
         if len(data) > limits.message_bytes_max:
-            data = m.encode(m.failure(answer.id, ServiceBusy("the answer is longer than a message; ask for less")))
+            data = m.encode(failure(answer.id, ServiceBusy("the answer is longer than a message; ask for less")))
             fds = []
         try:
             sockets.send(connection.sock, data, fds, socket.MSG_DONTWAIT)

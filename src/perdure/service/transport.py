@@ -25,6 +25,7 @@ from perdure import limits
 from perdure.errors import ProtocolError, ServiceUnavailable, StoreClosed
 from perdure.io.shared import closing
 from perdure.service import messages as m
+from perdure.service.fields import raise_failure
 
 
 class Late(Exception):
@@ -119,7 +120,7 @@ class Transport:
             channel.send(m.encode(m.Hello(0, limits.wire_version, self._name)), until=until)
             answer = self._receive(channel, 0, until, [])
             if isinstance(answer, m.Failed):
-                m.raise_failure(answer)
+                raise_failure(answer)
             if not isinstance(answer, m.Welcome):
                 raise ProtocolError(f"{self.where}: the service did not welcome us ({type(answer).__name__})")
         except (Late, TimeoutError):
@@ -176,7 +177,7 @@ class Transport:
         try:
             with closing(fds):
                 if isinstance(answer, m.Failed):
-                    m.raise_failure(answer)
+                    raise_failure(answer)
                 if receive is not None:
                     receive(answer, fds)
         except BaseException:
@@ -219,7 +220,7 @@ class Transport:
             channel.send(m.encode(m.Join(0, run.welcome.client)), until=deadline)
             answer = self._receive(channel, 0, deadline, [])
             if isinstance(answer, m.Failed):
-                m.raise_failure(answer)
+                raise_failure(answer)
         except BaseException as error:
             channel.close()
             if isinstance(error, TimeoutError):

@@ -20,6 +20,7 @@ from perdure.reports import ReadReport, WriteStatus
 from perdure.segments.landing import BlockStatus
 from perdure.service import messages as m
 from perdure.service.domains import Domain, Domains
+from perdure.service.fields import NO_SLOT, extents_of, identity_of, keys_of, lease_of, pack_lease
 from perdure.service.peers import Peer, Ring, found_slots
 from perdure.service.regions import LentRegion, Region, register
 from perdure.service.shared import CHUNKS, RING_BYTES
@@ -64,7 +65,7 @@ class Verbs:
 
     # --- keyspaces and maps
     def _open_space(self, peer: Peer, q: m.OpenSpace) -> Reply:
-        identity = m.identity_of(q)
+        identity = identity_of(q)
         space = self._store.keyspace(
             model=identity.model, weights=identity.weights, layout=identity.layout, tenant=q.tenant,
             lora=identity.lora, draft=identity.draft, codec=q.codec or None,
@@ -127,13 +128,13 @@ class Verbs:
 
     # --- asking
     def _lookup(self, peer: Peer, q: m.Lookup) -> Reply:
-        return m.Count(q.id, peer.space(q.space).lookup(m.keys_of(q.keys))), []
+        return m.Count(q.id, peer.space(q.space).lookup(keys_of(q.keys))), []
 
     def _present(self, peer: Peer, q: m.Present) -> Reply:
-        return m.Mask(q.id, peer.space(q.space).present(m.keys_of(q.keys)).tobytes()), []
+        return m.Mask(q.id, peer.space(q.space).present(keys_of(q.keys)).tobytes()), []
 
     def _advise(self, peer: Peer, q: m.Advise) -> Reply:
-        a = peer.space(q.space).advise(m.keys_of(q.keys), prefill_tokens_per_s=q.prefill_tokens_per_s)
+        a = peer.space(q.space).advise(keys_of(q.keys), prefill_tokens_per_s=q.prefill_tokens_per_s)
         return m.Advised(q.id, a.blocks, a.load_s, a.recompute_s, a.reason), []
 
     def _tell_status(self, peer: Peer, q: m.Status) -> Reply:
@@ -157,7 +158,7 @@ class Verbs:
 
     # --- moving blocks
     def _fetch(self, peer: Peer, q: m.Fetch, left_s: float) -> Reply:
-        space, keys = peer.space(q.space), m.keys_of(q.keys)
+        space, keys = peer.space(q.space), keys_of(q.keys)
         nbytes = len(keys) * space.layout.block_bytes
         if nbytes > fetch_bytes(self._store) and len(keys) > 1:
             raise ProtocolError(f"{nbytes} bytes in one fetch, at most {fetch_bytes(self._store)}")
@@ -169,7 +170,7 @@ class Verbs:
                 "release views"
             )
         got = fetch(self._core, space, keys, deadline_s=left_s)
-        packed = np.full(len(keys), m.NO_SLOT, np.uint64)
+        packed = np.full(len(keys), NO_SLOT, np.uint64)
         if not peer.grant(q.grant, found_slots(got.slots, packed), nbytes, q.view_s):
             raise ProtocolError(f"grant {q.grant} is in use")
         self._domains.settle()
@@ -182,8 +183,8 @@ class Verbs:
         return m.Answered(q.id, peer.end_grants(q.grants)), []
 
     def _read(self, peer: Peer, q: m.Read, left_s: float) -> Reply:
-        space, keys, region = peer.space(q.space), m.keys_of(q.keys), peer.region(q.region)
-        blocks = m.extents_of(q.extents, q.parts, len(keys), space.layout.block_bytes, region.nbytes)
+        space, keys, region = peer.space(q.space), keys_of(q.keys), peer.region(q.region)
+        blocks = extents_of(q.extents, q.parts, len(keys), space.layout.block_bytes, region.nbytes)
         parts, lease = region.take(blocks, filled=False)
         report: ReadReport | None = None
         try:
@@ -211,13 +212,13 @@ class Verbs:
         return m.Answered(q.id, settled), []
 
     def _write(self, peer: Peer, q: m.Write, left_s: float) -> Reply:
-        space, keys, region = peer.space(q.space), m.keys_of(q.keys), peer.region(q.region)
-        blocks = m.extents_of(q.extents, q.parts, len(keys), space.layout.block_bytes, region.nbytes)
+        space, keys, region = peer.space(q.space), keys_of(q.keys), peer.region(q.region)
+        blocks = extents_of(q.extents, q.parts, len(keys), space.layout.block_bytes, region.nbytes)
         parts, lease = region.take(blocks, filled=True)
         try:
             report = space.write(
                 keys, parts, durability=q.durability, ttl_s=q.ttl_s, deadline_s=left_s,
-                lease=None if q.lease is None else m.lease_of(q.lease),
+                lease=None if q.lease is None else lease_of(q.lease),
             )  # fmt: skip
         finally:
             if lease is not None:
@@ -257,18 +258,18 @@ class Verbs:
 
     # --- lifetimes
     def _reserve(self, peer: Peer, q: m.Reserve) -> Reply:
-        lease = peer.space(q.space).reserve(m.keys_of(q.keys), ttl_s=q.ttl_s)
+        lease = peer.space(q.space).reserve(keys_of(q.keys), ttl_s=q.ttl_s)
         if lease is not None:
             peer.hold(lease)
-        return m.Leased(q.id, None if lease is None else m.pack_lease(lease)), []
+        return m.Leased(q.id, None if lease is None else pack_lease(lease)), []
 
     def _end_lease(self, peer: Peer, q: m.EndLease) -> Reply:
-        lease = m.lease_of(q.lease)
+        lease = lease_of(q.lease)
         peer.drop(lease)
         return m.Answered(q.id, self._core.control.release(lease)), []
 
     def _pin(self, peer: Peer, q: m.Pin) -> Reply:
-        pin = peer.space(q.space).pin(m.keys_of(q.keys), ttl_s=q.ttl_s)
+        pin = peer.space(q.space).pin(keys_of(q.keys), ttl_s=q.ttl_s)
         number = peer.number()
         peer.pins[number] = pin
         if peer.ended:
@@ -281,7 +282,7 @@ class Verbs:
 
     def _hint(self, peer: Peer, q: m.Hint) -> Reply:
         space: Keyspace = peer.space(q.space)
-        space.release(m.keys_of(q.keys))
+        space.release(keys_of(q.keys))
         return m.Answered(q.id, True), []
 
 
@@ -292,10 +293,10 @@ def fetch_bytes(store: Store) -> int:
 
 def _too_late(question: m.Fetch | m.Read | m.Write) -> m.Message:
     """The answer to what was read after its deadline: nobody waits for it, and its memory may be in other use."""
-    count = len(m.keys_of(question.keys))
+    count = len(keys_of(question.keys))
     if isinstance(question, m.Write):
         return m.Written(question.id, bytes([WriteStatus.LATE]) * count, 0, 0, {})
     late = bytes([BlockStatus.LATE]) * count
     if isinstance(question, m.Read):
         return m.Delivered(question.id, late, 0, {}, 0)
-    return m.Fetched(question.id, late, np.full(count, m.NO_SLOT, np.uint64).tobytes(), 0, {}, [])
+    return m.Fetched(question.id, late, np.full(count, NO_SLOT, np.uint64).tobytes(), 0, {}, [])
