@@ -246,6 +246,7 @@ class Store:
             return
         self._closed = f"{self.path} was closed; open it again"
         core = self._core
+        core.waiters.wake_all()  # they see that it is closed
         core.calls.shutdown(wait=True)
         with contextlib.ExitStack() as steps:  # run in reverse order, each even if another fails
             if self._lock is not None:

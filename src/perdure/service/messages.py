@@ -159,9 +159,24 @@ class Put(Message):
 
 
 class Reserve(Message):
+    """Without a wait only the last key counts. until_s and left_s: how long the answer may take, as in `Fetch` (on this
+    host) and as in `Get` (to a data node); 0 and 0: not at all."""
+
     space: int
     keys: bytes
     ttl_s: float
+    until_s: float
+    left_s: float
+
+
+class Follow(Message):
+    """Answered as soon as more than `known` leading blocks can be used, or all, and at the end of its time."""
+
+    space: int
+    keys: bytes
+    known: int
+    until_s: float
+    left_s: float
 
 
 class EndLease(Message):
@@ -321,7 +336,8 @@ class Retired(Message):
 
 Question = (
     Hello | Join | OpenSpace | Attach | Lookup | Present | Fetch | Release | Read | Settled | Region | Unregister
-    | Write | Get | Put | Reserve | EndLease | Pin | Unpin | Hint | Advise | Status | Explain | ExplainPrefix | Sync
+    | Write | Get | Put | Reserve | Follow | EndLease | Pin | Unpin | Hint | Advise | Status | Explain | ExplainPrefix
+    | Sync
 )  # fmt: skip
 Answer = (
     Welcome | Joined | SpaceOpened | Attached | Count | Mask | Fetched | Delivered | Sent | Written | Made | Leased

@@ -1,7 +1,8 @@
 """The data node: the same store, for hosts that reach it by TCP (`perdure serve --listen HOST:PORT`).
 
 Contract
-- A thread per connection, which reads, does and answers itself; a host that stalls is cut off after `limits.stall_s`.
+- A thread per connection, which reads, does and answers itself, and waits where a question has to (unlike the Unix
+  socket's). A host that stalls is cut off after `limits.stall_s`.
   At most `limits.transfers_inflight_max` of them hold blocks at a time; who gets no turn by its deadline is late.
 - A `Get` is answered by frames of at most `limits.frame_blocks_bytes_max`: while one is on its way the next is read.
 - A client ends with the connection of its hello; hosts that vanish are noticed by the kernel's keepalive.
@@ -20,6 +21,7 @@ from typing import TYPE_CHECKING, Any
 
 from perdure import limits
 from perdure.errors import ConfigError, PerdureError, ProtocolError, ServiceBusy, StorePathError
+from perdure.flight import wait
 from perdure.reports import WriteStatus
 from perdure.segments.landing import BlockStatus
 from perdure.service import messages as m
@@ -29,14 +31,15 @@ from perdure.service.outgoing import Lot, gather
 from perdure.service.peers import Peer
 from perdure.service.sockets import is_loopback
 from perdure.service.streams import Stream
+from perdure.service.verbs import Waiting
 
 if TYPE_CHECKING:
     from perdure.service.server import Server
 
 _LOG = logging.getLogger("perdure.node")
 _ALLOWED = (
-    m.OpenSpace, m.Lookup, m.Present, m.Reserve, m.EndLease, m.Pin, m.Unpin, m.Hint, m.Advise, m.Status, m.Explain,
-    m.ExplainPrefix, m.Sync,
+    m.OpenSpace, m.Lookup, m.Present, m.Reserve, m.Follow, m.EndLease, m.Pin, m.Unpin, m.Hint, m.Advise, m.Status,
+    m.Explain, m.ExplainPrefix, m.Sync,
 )  # fmt: skip
 _PROBLEMS_MAX = 64  # told per frame
 
@@ -73,6 +76,7 @@ class Node:
                 return
             self._stopping = True
             open_now = dict(self._streams)
+        self._server.core.waiters.wake_all()
         with suppress(OSError):
             self._listener.shutdown(socket.SHUT_RDWR)
         self._listener.close()
@@ -167,10 +171,14 @@ class Node:
                 if isinstance(question, m.Put):
                     summary = self._put(stream, peer, question, payload, since)
                 elif isinstance(question, _ALLOWED):
-                    summary, _ = self._server.verbs.answer(peer, question, [])
+                    summary = self._answer(peer, question)
                 else:
                     raise ProtocolError(f"{type(question).__name__} is no question for another host")
-                stream.send(self._encoded(summary), until=since + limits.stall_s)
+                try:
+                    stream.send(self._encoded(summary), until=time.monotonic() + limits.stall_s)
+                except OSError:
+                    self._server.verbs.undo(peer, summary)
+                    raise
         except OSError:
             raise
         except Exception as error:  # noqa: BLE001 (a question must not end the connection)
@@ -180,6 +188,17 @@ class Node:
             stream.send(m.encode(summary), until=time.monotonic() + limits.stall_s)
         self._server.note(peer, question, summary, time.monotonic() - since)
         return True
+
+    def _answer(self, peer: Peer, question: Any) -> m.Message:
+        answer, _ = self._server.verbs.answer(peer, question, [])
+        if not isinstance(answer, Waiting):
+            return answer
+
+        def check() -> None:
+            if peer.ended or self._stopping:
+                raise ConnectionAbortedError("nobody waits for this answer any more")
+
+        return answer.answer_of(wait(self._server.core, answer.wish, answer.until, check))
 
     def _encoded(self, answer: m.Message) -> bytes:
         data = m.encode(answer)

@@ -141,7 +141,7 @@ class Peer:
             self._leases[lease.scope] = lease
             ended = self.ended
         if ended:
-            self.core.control.release(lease)
+            self.core.leases.release(lease)
 
     def drop(self, lease: Lease) -> None:
         with self.lock:
@@ -206,7 +206,7 @@ class Peer:
             pin.release()
         for lease in leases:
             with suppress(Exception):  # it ends by itself
-                self.core.control.release(lease)
+                self.core.leases.release(lease)
         for domain in list(self._maps):
             with domain.lock:
                 domain.peers.discard(self)

@@ -9,12 +9,16 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
 from perdure import limits
-from perdure.errors import InvalidArgument, ProtocolError, ServiceBusy
+from perdure.catalog.api import Lease
+from perdure.errors import CatalogError, InvalidArgument, ProtocolError, ServiceBusy
+from perdure.flight import Wish
 from perdure.keyspace import Keyspace
 from perdure.reports import ReadReport, WriteStatus
 from perdure.segments.landing import BlockStatus
@@ -29,7 +33,17 @@ from perdure.viewing import fetch
 
 _CLIENTS_TOLD_MAX = 200  # so that the answer fits a message
 
-Reply = tuple[m.Message, list[int]]
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Waiting:
+    """A question that cannot be answered yet. `answer_of` makes the answer of what the wish came to."""
+
+    wish: Wish
+    until: float
+    answer_of: Callable[[Any], m.Message]
+
+
+Reply = tuple[m.Message | Waiting, list[int]]
 
 READING = (m.Fetch, m.Read, m.Explain, m.ExplainPrefix, m.Settled)
 WRITING = (m.Write, m.Sync, m.Reserve, m.EndLease, m.Pin, m.Unpin, m.OpenSpace, m.Region)
@@ -43,8 +57,8 @@ class Verbs:
             m.OpenSpace: self._open_space, m.Attach: self._attach, m.Lookup: self._lookup, m.Present: self._present,
             m.Fetch: self._fetch, m.Release: self._release, m.Read: self._read, m.Settled: self._settled,
             m.Region: self._region, m.Unregister: self._unregister, m.Write: self._write, m.Reserve: self._reserve,
-            m.EndLease: self._end_lease, m.Pin: self._pin, m.Unpin: self._unpin, m.Hint: self._hint,
-            m.Advise: self._advise, m.Status: self._tell_status, m.Explain: self._explain,
+            m.Follow: self._follow, m.EndLease: self._end_lease, m.Pin: self._pin, m.Unpin: self._unpin,
+            m.Hint: self._hint, m.Advise: self._advise, m.Status: self._tell_status, m.Explain: self._explain,
             m.ExplainPrefix: self._explain_prefix, m.Sync: self._sync,
         }  # fmt: skip
 
@@ -258,15 +272,32 @@ class Verbs:
 
     # --- lifetimes
     def _reserve(self, peer: Peer, q: m.Reserve) -> Reply:
-        lease = peer.space(q.space).reserve(keys_of(q.keys), ttl_s=q.ttl_s)
-        if lease is not None:
-            peer.hold(lease)
-        return m.Leased(q.id, None if lease is None else pack_lease(lease)), []
+        wish = peer.space(q.space).reservation(keys_of(q.keys), q.ttl_s)
+
+        def answer_of(lease: Lease | None) -> m.Message:
+            if lease is not None:
+                peer.hold(lease)
+            return m.Leased(q.id, None if lease is None else pack_lease(lease))
+
+        until = _wait_until(peer, q)
+        return Waiting(wish, until, answer_of) if until else answer_of(wish.acquire()), []
+
+    def _follow(self, peer: Peer, q: m.Follow) -> Reply:
+        wish = peer.space(q.space).following(keys_of(q.keys), q.known)
+        return Waiting(wish, _wait_until(peer, q), lambda found: m.Count(q.id, found)), []
+
+    def undo(self, peer: Peer, answer: m.Message) -> None:
+        """The answer did not reach the client: nobody knows of the lease in it."""
+        if isinstance(answer, m.Leased) and answer.lease is not None:
+            lease = lease_of(answer.lease)
+            peer.drop(lease)
+            with suppress(CatalogError):  # it ends by itself
+                self._core.leases.release(lease)
 
     def _end_lease(self, peer: Peer, q: m.EndLease) -> Reply:
         lease = lease_of(q.lease)
         peer.drop(lease)
-        return m.Answered(q.id, self._core.control.release(lease)), []
+        return m.Answered(q.id, self._core.leases.release(lease)), []
 
     def _pin(self, peer: Peer, q: m.Pin) -> Reply:
         pin = peer.space(q.space).pin(keys_of(q.keys), ttl_s=q.ttl_s)
@@ -284,6 +315,15 @@ class Verbs:
         space: Keyspace = peer.space(q.space)
         space.release(keys_of(q.keys))
         return m.Answered(q.id, True), []
+
+
+def _wait_until(peer: Peer, q: m.Reserve | m.Follow) -> float:
+    """When to answer at the latest, on this host's CLOCK_MONOTONIC; 0: at once."""
+    now = time.monotonic()
+    left_s = q.left_s if peer.remote else q.until_s and q.until_s - now
+    if not left_s <= limits.deadline_s_max or q.left_s < 0:
+        raise ProtocolError(f"until_s={q.until_s}, left_s={q.left_s}: no reading of this host's clock, or no seconds")
+    return now + left_s if left_s else 0.0
 
 
 def fetch_bytes(store: Store) -> int:
