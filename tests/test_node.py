@@ -26,6 +26,7 @@ from perdure.service.fields import layout_fields
 from perdure.service.outgoing import gather
 from perdure.service.server import Server
 from perdure.service.streams import Stream, TlsFiles
+from perdure.testing.flight import FlightConformance
 from perdure.testing.store import FOUND, LATE, STORED, StoreConformance, blocks_of, chain, keyspace, read, write
 from perdure.testing.transport import ServiceProcess, TransportConformance, until
 
@@ -33,12 +34,12 @@ LOOPBACK = ("127.0.0.1", 0)
 FOREVER = float("inf")
 
 
-class TestServedByTcp(StoreConformance):
+class TestServedByTcp(StoreConformance, FlightConformance):
     def make_store(self, directory: Path, **options: Any) -> Any:
         return ServedStore(directory, tcp=True, **options)
 
 
-class TestServedWithoutMemory(StoreConformance):
+class TestServedWithoutMemory(StoreConformance, FlightConformance):
     """A node without a DRAM tier: blocks pass through."""
 
     def make_store(self, directory: Path, **options: Any) -> Any:

@@ -26,6 +26,7 @@ from perdure.service import messages, shared, sockets
 from perdure.service.fields import pack_extents
 from perdure.service.maps import ChunkMap, copy_block
 from perdure.service.server import Server, shared_pool
+from perdure.testing.flight import FlightConformance
 from perdure.testing.store import (
     FOUND,
     STORED,
@@ -40,7 +41,7 @@ from perdure.testing.store import (
 from perdure.testing.transport import ServiceProcess, TransportConformance, until
 
 
-class TestServed(StoreConformance):
+class TestServed(StoreConformance, FlightConformance):
     def make_store(self, directory: Path, **options: Any) -> Any:
         return ServedStore(directory, **options)
 

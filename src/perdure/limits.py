@@ -113,6 +113,8 @@ send_wait_s: Final = 1.0  # a client that does not take its answer is cut off
 # --- lifetimes ------------------------------------------------------------------------------------------------
 lease_ttl_s_default: Final = 30.0
 lease_ttl_s_max: Final = 600.0
+wait_s_min: Final = 0.001  # to another host; 0 would not be waiting
+wait_grace_s: Final = 1.0  # how late the answer of a service may come to who has waited
 wait_check_s: Final = 1.0  # waiters look at the lease's clock so often, should nobody wake them: machines sleep
 pin_ttl_s_max: Final = 7 * 86_400.0
 clock_step_s_max: Final = 60.0

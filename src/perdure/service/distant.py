@@ -41,6 +41,9 @@ class DistantKeyspace(RemoteKeyspace):
     def view(self, keys: KeyArray | Sequence[bytes], **_: Any) -> NoReturn:
         raise InvalidArgument(f"view: {self._store.where} shares no memory with this process; use read")
 
+    def _until(self, until: float) -> tuple[float, float]:
+        return 0.0, max(limits.wait_s_min, until - time.monotonic())  # hosts share no clock
+
     def _maps(self, call: Call) -> None:
         """There are none."""
 

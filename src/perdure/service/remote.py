@@ -10,6 +10,7 @@ import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
 from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
@@ -20,7 +21,15 @@ from perdure import limits
 from perdure.buffers import Parts, as_blocks, copy_parts
 from perdure.catalog.api import Durability, KeyArray, Lease
 from perdure.errors import CatalogError, InvalidArgument, ServiceBusy, ServiceUnavailable
-from perdure.keyspace import Advice, check_lease, check_seconds, durability_of, seconds_of
+from perdure.keyspace import (
+    Advice,
+    check_known,
+    check_lease,
+    check_seconds,
+    durability_of,
+    seconds_of,
+    wait_seconds,
+)
 from perdure.reports import ReadReport, WriteReport, WriteStatus
 from perdure.service import messages as m
 from perdure.service.client import Region, RemoteStore
@@ -226,14 +235,76 @@ class RemoteKeyspace(RemoteReads):
         return self._calls.submit(later)
 
     # --- lifetimes
-    def reserve(self, keys: KeyArray | Sequence[bytes], *, ttl_s: float = limits.lease_ttl_s_default) -> Lease | None:
-        """As `Keyspace.reserve`; the lease ends with this process too. Raises ServiceUnavailable."""
+    def reserve(
+        self,
+        keys: KeyArray | Sequence[bytes],
+        *,
+        ttl_s: float = limits.lease_ttl_s_default,
+        wait_s: float = 0.0,
+    ) -> Lease | None:
+        """As `Keyspace.reserve`; the lease ends with this process too. Each call that waits has a connection of its
+        own, of `limits.connections_per_client_max`. Goes on waiting while the service is away; raises
+        ServiceUnavailable if it is at the end."""
         array = naming.check_keys(keys)
         if not len(array):
             raise InvalidArgument("reserve: no keys, so there is nothing to reserve")
         check_seconds(ttl_s, "ttl_s", limits.lease_ttl_s_max)
-        got = self._ask_of(self.begin(), m.Reserve, array[-1:].tobytes(), float(ttl_s)).lease
+        limit = wait_seconds(wait_s)
+        if not limit:
+            return self._reserve(self.begin(), array[-1:], ttl_s, 0.0, 0.0)
+        until = time.monotonic() + limit
+
+        def go_on() -> Lease | None:
+            while True:
+                found = self.lookup(array) if len(array) > limits.message_keys_max else 0
+                rest = array[found:]
+                part = rest if len(rest) <= limits.message_keys_max else _with_last(rest)
+                lease = self._reserve(self.begin(until), part, ttl_s, *self._until(until)) if len(rest) else None
+                if lease is not None or len(part) == len(rest) or time.monotonic() >= until:
+                    return lease
+
+        return _patiently(go_on, until)
+
+    def _reserve(self, call: Call, keys: KeyArray, ttl_s: float, until_s: float, left_s: float) -> Lease | None:
+        transport = self._store.transport
+
+        def settle(answer: Any) -> None:
+            if isinstance(answer, m.Leased) and answer.lease is not None:  # too late: nobody would use it
+                transport.tell(call.run, m.EndLease(transport.number(), answer.lease))
+
+        question = lambda i: m.Reserve(i, call.space, keys.tobytes(), float(ttl_s), until_s, left_s)  # noqa: E731
+        try:
+            got = transport.ask(call.run, question, call.until + limits.wait_grace_s, settle=settle).lease
+        except Late:
+            if until_s or left_s:
+                return None
+            raise ServiceUnavailable(f"{self._store.where}: the service did not answer in time") from None
         return None if got is None else lease_of(got)
+
+    def follow(self, keys: KeyArray | Sequence[bytes], *, known: int = 0, wait_s: float) -> int:
+        """As `Keyspace.follow`; goes on waiting while the service is away."""
+        array, least = naming.check_keys(keys), check_known(known)
+        until, found = time.monotonic() + wait_seconds(wait_s), 0
+
+        def go_on() -> None:
+            nonlocal found
+            while found <= least and found < len(array):
+                part = array[found : found + limits.message_keys_max]
+                call = self.begin(max(until, time.monotonic()) + limits.wait_grace_s)
+                wanted = min(least - found, len(part) - 1)
+                found += self._ask_of(call, m.Follow, part.tobytes(), wanted, *self._until(until)).count
+                if len(array) > len(part):
+                    found += self.lookup(array[found:])
+                if time.monotonic() >= until:
+                    return
+
+        with suppress(ServiceUnavailable):  # what was found can be asked for
+            _patiently(go_on, until)
+        return found
+
+    def _until(self, until: float) -> tuple[float, float]:
+        """The end of a wait, as a question has it."""
+        return until, 0.0
 
     def end_lease(self, lease: Lease) -> bool:
         """As `Keyspace.end_lease`."""
@@ -261,6 +332,22 @@ class Terms(NamedTuple):
     durability: str
     ttl_s: float | None
     lease: m.LeaseData | None
+
+
+def _patiently(go_on: Callable[[], T], until: float) -> T:
+    """Do it; do it again when the service has gone away meanwhile, while there is time."""
+    while True:
+        try:
+            return go_on()
+        except ServiceUnavailable:
+            if time.monotonic() + limits.reconnect_wait_s >= until:
+                raise
+            time.sleep(limits.reconnect_wait_s)
+
+
+def _with_last(keys: KeyArray) -> KeyArray:
+    """As many keys as fit a message, the last one among them: it names what is reserved."""
+    return np.concatenate([keys[: limits.message_keys_max - 1], keys[-1:]])
 
 
 def _cut(keys: KeyArray) -> list[KeyArray]:

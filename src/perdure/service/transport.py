@@ -238,7 +238,7 @@ class Transport:
 
     def give(self, run: Run, channel: Channel, *, payload: bool = False) -> None:
         with self._lock:
-            kept = not run.ended.is_set()
+            kept = not run.ended.is_set() and len(run.idle[payload]) < limits.connections_idle_max
             if kept:
                 run.idle[payload].append(channel)
         if not kept:
