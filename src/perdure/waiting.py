@@ -18,6 +18,7 @@ from collections.abc import Callable, Iterable, Sequence
 
 from perdure.catalog.api import ControlStore, KeyArray, Lease, fingerprints
 from perdure.clock import Clock
+from perdure.errors import CatalogError
 
 Name = int | bytes
 """Fingerprint of a block, or scope of a lease."""
@@ -95,6 +96,7 @@ class Leases:
     def __init__(self, control: ControlStore, clock: Clock, owner: bytes, waiters: Waiters):
         self._control, self._clock, self._owner, self._waiters = control, clock, owner, waiters
         self._held: dict[bytes, Lease] = {}
+        self._doubts: dict[bytes, float] = {}  # scopes whose lease may be held, by a call that failed, until when
         self._lock = threading.Lock()
 
     def acquire(self, scope: bytes, ttl_s: float) -> Lease | None:
@@ -104,7 +106,11 @@ class Leases:
         if held is not None and held.deadline_s > now:
             return None
         holder = self._owner + os.urandom(8)  # ends with the owner, see ControlStore.end_owner
-        lease = self._control.acquire(scope, holder, now, ttl_s)
+        try:
+            lease = self._control.acquire(scope, holder, now, ttl_s)
+        except CatalogError:
+            self._doubt(scope, now + ttl_s)
+            raise
         if lease is not None:
             with self._lock:
                 known = self._held.get(scope)
@@ -114,22 +120,36 @@ class Leases:
 
     def release(self, lease: Lease) -> bool:
         """False if it had been lost. Raises CatalogError."""
-        released = self._control.release(lease)
-        self._end([lease])
-        return released
+        try:
+            return self._control.release(lease)
+        except CatalogError:
+            self._doubt(lease.scope, lease.deadline_s)
+            raise
+        finally:
+            self._end([lease])
+
+    def _doubt(self, scope: bytes, deadline_s: float) -> None:
+        with self._lock:
+            self._doubts[scope] = max(deadline_s, self._doubts.get(scope, 0.0))
 
     def left_s(self, scope: bytes) -> float | None:
         """Seconds until the lease of a scope expires; None if nobody has it."""
         held = self._held.get(scope)
-        return None if held is None else max(0.0, held.deadline_s - self._clock.boottime())
+        until = self._doubts.get(scope) if held is None else held.deadline_s
+        return None if until is None else max(0.0, until - self._clock.boottime())
 
     def expire(self) -> None:
         """Wake those who wait for leases whose time is over. Called now and then, and by who waits for one."""
-        if self._held:
-            now = self._clock.boottime()
-            with self._lock:
-                over = [lease for lease in self._held.values() if lease.deadline_s <= now]
-            self._end(over)
+        if not self._held and not self._doubts:
+            return
+        now = self._clock.boottime()
+        with self._lock:
+            over = [lease for lease in self._held.values() if lease.deadline_s <= now]
+            settled = [scope for scope, deadline_s in self._doubts.items() if deadline_s <= now]
+            for scope in settled:
+                del self._doubts[scope]
+        self._end(over)
+        self._waiters.notify(settled)
 
     def _end(self, leases: list[Lease]) -> None:
         with self._lock:
