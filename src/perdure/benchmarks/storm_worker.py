@@ -10,6 +10,7 @@ Contract
 from __future__ import annotations
 
 import json
+import os
 import random
 import sys
 import time
@@ -53,6 +54,18 @@ def watch(store: Any, job: dict[str, Any], go: Callable[[], None]) -> dict[str, 
     while len(seen) < len(keys):
         found = space.follow(keys, known=len(seen), wait_s=PATIENCE_S)
         seen += [time.monotonic()] * (found - len(seen))
+    return {"seen": seen}
+
+
+def poked(job: dict[str, Any], go: Callable[[], None]) -> dict[str, Any]:
+    """When each byte came by stdin."""
+    seen = list[float]()
+    go()
+    while len(seen) < job["blocks"]:
+        came = os.read(0, job["blocks"])
+        if not came:
+            break
+        seen += [time.monotonic()] * len(came)
     return {"seen": seen}
 
 
@@ -165,8 +178,12 @@ def main() -> None:
 
     def go() -> None:
         say("ready")
-        sys.stdin.readline()
+        while os.read(0, 1) != b"\n":
+            pass
 
+    if job["job"] == "poked":
+        say(json.dumps(poked(job, go)))
+        return
     with perdure.connect(job["address"]) as store:
         say(json.dumps(JOBS[job["job"]](store, job, go)))
 

@@ -39,7 +39,6 @@ from perdure.service.sockets import parse_address
 
 PROBE_TENANT: Final = "perdure-probe"
 _PROBE_BYTES: Final = 4096
-_SWITCH_INTERVAL_S: Final = 0.0005  # Python's 5 ms is what a short call waits behind one busy thread
 _log = logs.get("service")
 
 
@@ -65,7 +64,7 @@ def build_server(store: stores.Store, settings: Settings) -> ServerLike:
 def run(settings: Settings, build: Callable[[stores.Store, Settings], ServerLike] = build_server) -> int:
     """Serve until a signal; the exit status. Call it in the main thread. Raises PerdureError if it cannot start."""
     data = settings.store_path()
-    sys.setswitchinterval(_SWITCH_INTERVAL_S)
+    sys.setswitchinterval(limits.switch_interval_s)
     place(settings)
     with contextlib.ExitStack() as undo:
         undo.callback(logs.take_down, logs.set_up(settings.log_level, settings.log_format))
