@@ -9,7 +9,7 @@ Contract
 
 from __future__ import annotations
 
-import threading
+import queue
 import time
 from collections.abc import Callable
 from typing import Any, NamedTuple, Protocol
@@ -120,18 +120,20 @@ def arm(waiters: Waiters, waiter: Waiter, wish: Wish) -> Look:
 def wait(core: Core, wish: Wish, until: float, check: Callable[[], None]) -> Any:
     """Block this thread until the wish is decided or `until` (monotonic seconds) has come; its value then. `check`
     raises where waiting has no sense any more; asked whenever the thread wakes."""
-    bell = threading.Event()
-    waiter = Waiter(lambda waiters: bell.set())
-    while True:
-        check()
-        bell.clear()
-        look = arm(core.waiters, waiter, wish)
-        left = until - time.monotonic()
-        if look.decided or left <= 0:
-            core.waiters.remove(waiter)
-            return look.value
-        patience = wish.patience_s()
-        often = limits.beat_s if core.read_only else limits.wait_check_s  # beside a writer nobody wakes us
-        bell.wait(min(left, often, left if patience is None else patience))
+    bell: queue.SimpleQueue[None] = queue.SimpleQueue()  # one lock, where an Event takes two
+    waiter = Waiter(lambda waiters: bell.put(None))
+    often = limits.beat_s if core.read_only else limits.wait_check_s  # beside a writer nobody wakes us
+    try:
+        while True:
+            check()
+            look = arm(core.waiters, waiter, wish)
+            left = until - time.monotonic()
+            if look.decided or left <= 0:
+                return look.value
+            patience = wish.patience_s()
+            try:
+                bell.get(timeout=min(left, often, left if patience is None else patience))
+            except queue.Empty:
+                core.leases.expire()
+    finally:
         core.waiters.remove(waiter)
-        core.leases.expire()
