@@ -459,10 +459,10 @@ def test_a_waiter_that_is_killed_is_forgotten(served: tuple[Store, Server, str])
         with Holder(address) as waiter:
             waiter.tell("wait 600")
             assert waiter.heard() == "waiting"
-            until(lambda: len(store.core.waiters) == 2)
+            until(lambda: server.status()["waiting"] == 1)
             waiter.process.kill()
             until(lambda: len(store.core.waiters) == 0)
-            assert len(server.parking) == 0
+            until(lambda: server.status()["waiting"] == 0)
             assert space.end_lease(lease)
             assert space.reserve(keys, wait_s=WAIT_S) is not None
 

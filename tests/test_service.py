@@ -357,6 +357,8 @@ def test_nothing_a_client_sends_ends_the_service(tmp_path: Path, seed: int) -> N
                 messages.Lookup(10, 99, b"x" * 31),
                 messages.Release(11, [1, 2, 3], True),
                 messages.Fetch(12, 0, keys.tobytes(), float("nan"), 1, 0.0),
+                messages.Reserve(13, 0, keys.tobytes(), 30.0, soon - 599.9, 0.0),
+                messages.Follow(14, 0, keys.tobytes(), 3, soon - 599.9, 0.0),
             )
         ]
         for round_number in range(60):

@@ -21,7 +21,7 @@ def count(metrics: Metrics, peer: Peer, question: Any, answer: m.Message, second
     """Metrics of one question, at its completion."""
     verb = type(question).__name__.lower()
     metrics.call(verb, "error" if isinstance(answer, m.Failed) else "ok", seconds)
-    if isinstance(answer, m.Count):
+    if isinstance(answer, m.Count) and isinstance(question, m.Lookup):
         space = peer.space(question.space)
         metrics.lookups(space.tenant, len(question.keys) // limits.key_bytes, answer.count)
     if not isinstance(answer, m.Fetched | m.Delivered | m.Written):

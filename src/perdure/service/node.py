@@ -64,6 +64,7 @@ class Node:
         self._turns = threading.BoundedSemaphore(limits.transfers_inflight_max)
         self._streams: dict[Any, threading.Thread] = {}  # socket or stream -> its thread
         self._stopping = False
+        self.waiting = 0  # connections whose question waits
         self._thread = threading.Thread(target=self._accept, name="perdure-node", daemon=True)
 
     def start(self) -> None:
@@ -198,7 +199,13 @@ class Node:
             if peer.ended or self._stopping:
                 raise ConnectionAbortedError("nobody waits for this answer any more")
 
-        return answer.answer_of(wait(self._server.core, answer.wish, answer.until, check))
+        with self._lock:
+            self.waiting += 1
+        try:
+            return answer.answer_of(wait(self._server.core, answer.wish, answer.until, check))
+        finally:
+            with self._lock:
+                self.waiting -= 1
 
     def _encoded(self, answer: m.Message) -> bytes:
         data = m.encode(answer)

@@ -243,8 +243,8 @@ class RemoteKeyspace(RemoteReads):
         wait_s: float = 0.0,
     ) -> Lease | None:
         """As `Keyspace.reserve`; the lease ends with this process too. Each call that waits has a connection of its
-        own, of `limits.connections_per_client_max`. Goes on waiting while the service is away; raises
-        ServiceUnavailable if it is at the end."""
+        own, of `limits.connections_per_client_max`; ServiceBusy if there is none left. Goes on waiting while the
+        service is away; raises ServiceUnavailable if it still is at the end."""
         array = naming.check_keys(keys)
         if not len(array):
             raise InvalidArgument("reserve: no keys, so there is nothing to reserve")
@@ -282,7 +282,8 @@ class RemoteKeyspace(RemoteReads):
         return None if got is None else lease_of(got)
 
     def follow(self, keys: KeyArray | Sequence[bytes], *, known: int = 0, wait_s: float) -> int:
-        """As `Keyspace.follow`; goes on waiting while the service is away."""
+        """As `Keyspace.follow`. Has a connection and goes on waiting while the service is away, as `reserve`.
+        Raises ServiceBusy."""
         array, least = naming.check_keys(keys), check_known(known)
         until, found = time.monotonic() + wait_seconds(wait_s), 0
 

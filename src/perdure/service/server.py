@@ -167,7 +167,7 @@ class Server:
             "clients": clients,
             "connections": self._open(),
             "queue": len(self._queues[0]) + len(self._queues[1]),
-            "waiting": len(self.parking),
+            "waiting": len(self.parking) + (0 if self.node is None else self.node.waiting),
             "memory": {
                 "budget_bytes": memory.budget_bytes, "mapped_bytes": memory.mapped_bytes, "bytes": memory.bytes,
                 "staging_bytes": memory.lent_bytes, "stranded_bytes": memory.stranded_bytes, "pinned": memory.pinned,
