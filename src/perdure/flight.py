@@ -17,6 +17,7 @@ from typing import Any, NamedTuple, Protocol
 from perdure import limits, reading
 from perdure.catalog.api import KeyArray, Lease, fingerprints
 from perdure.core import Core
+from perdure.errors import CatalogError
 from perdure.waiting import Name, Waiter, Waiters
 
 
@@ -56,10 +57,14 @@ class Reservation:
         lease = self.acquire()
         if lease is None:
             return Look(False, None, (self._scope, prefix.missing(prefix.count - 1)))
-        if prefix.grow():  # its last holder published everything just before it ended
+        try:
+            needless = prefix.grow()  # its last holder published everything just before it ended
+        except CatalogError:
             leases.release(lease)
-            return Look(True, None)
-        return Look(True, lease)
+            raise
+        if needless:
+            leases.release(lease)
+        return Look(True, None if needless else lease)
 
     def patience_s(self) -> float | None:
         return self._core.leases.left_s(self._scope)

@@ -26,7 +26,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
@@ -46,9 +46,6 @@ from perdure.service.server import Server, shared_pool
 from perdure.service.sockets import address_text
 from perdure.service.verbs import Waiting
 from perdure.waiting import Waiter
-
-if TYPE_CHECKING:
-    from perdure.testing.transport import ServiceProcess
 
 WAKE_LIMIT_MS = 1.0
 WORK_LIMIT = 1.05
@@ -301,7 +298,7 @@ def killed(plan: Plan, root: Path, flags: dict[str, str]) -> list[Row]:
         time.sleep(plan.before_s)
         died = time.monotonic()
         service.kill()
-        stack.enter_context(_again(root, flags))
+        stack.enter_context(ServiceProcess(root, **flags))
         restarted_s = time.monotonic() - died
         answers = crew.answers()
     turns = np.sort(np.concatenate([answer["turns"] for answer in answers]))
@@ -315,12 +312,6 @@ def killed(plan: Plan, root: Path, flags: dict[str, str]) -> list[Row]:
             note=note if back else f"not within {plan.after_s} s; {note}"),
         limit_row(f"{what}: prefill work", "of needed", [computed / distinct], WORK_LIMIT),
     ]  # fmt: skip
-
-
-def _again(root: Path, flags: dict[str, str]) -> ServiceProcess:
-    from perdure.testing.transport import ServiceProcess
-
-    return ServiceProcess(root, **flags)
 
 
 def back_after(turns: Any, since: float, died: float) -> float | None:
