@@ -14,7 +14,7 @@ CODE := $(wildcard src tests benchmarks)
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 export HF_HUB_OFFLINE := 1
 
-.PHONY: help setup tools demo test lint format bench bench-peers bench-service constraints clean
+.PHONY: help setup tools demo test lint format bench bench-peers bench-service bench-storm constraints clean
 
 help:
 	@echo 'make demo         restore, continue and fork a real model'"'"'s context after kill -9 (a few minutes)'
@@ -24,6 +24,7 @@ help:
 	@echo 'make bench        benchmarks against fio and memcpy; BENCH_ARGS="--json" is passed on'
 	@echo 'make bench-peers  the same work through other KV stores, each in its own environment'
 	@echo 'make bench-service the service beside memcpy, the embedded store, a bare socket, Mooncake and LMCache'
+	@echo 'make bench-storm  many who want the same prefix at once; a service that is killed under load'
 	@echo 'make tools        optional system packages (fio, loop mounts); as root through apt-get'
 	@echo 'make constraints  resolve the development environment anew and pin it'
 	@echo 'make clean        remove everything that make made'
@@ -90,6 +91,9 @@ bench-peers: $(READY) tools
 
 bench-service: $(READY)
 	@$(VENV)/bin/perdure bench service $(BENCH_ARGS)
+
+bench-storm: $(READY)
+	@$(VENV)/bin/perdure bench storm $(BENCH_ARGS)
 
 constraints:
 	@rm -rf .build/constraints && $(PYTHON) -m venv .build/constraints

@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from perdure.benchmarks import fio, harness, kv_sample, peer_files, peer_protocol, peers, store, target
+from perdure.benchmarks import fio, harness, kv_sample, peer_files, peer_protocol, peers, store, storm, target
 from perdure.benchmarks.harness import Measured, Report, count_row, interleave, limit_row, rate_row, row, unmeasured
 from perdure.errors import InvalidArgument
 
@@ -407,3 +407,30 @@ def test_no_torch_means_synthetic_kv_and_says_why(tmp_path: Path, monkeypatch: p
     path = tmp_path / f"smollm2-135m-bf16-{kv_sample.SAMPLE_TOKENS}-tokens.kv"
     made.tofile(path)
     assert kv_sample.kv_sample(tmp_path) == path
+
+
+# --- storms
+
+
+def test_a_small_storm(tmp_path: Path) -> None:
+    """Counts only: the work of all is that of one, and nothing that was computed is lost for good."""
+    plan = storm.Plan(
+        wakes=20, agents=8, processes=2, blocks=48, step=8, block_bytes=4 * KIB, tokens_per_s=20_000.0, parked=50,
+        publishes=2, sessions=8, before_s=1.0, after_s=4.0, think_s=0.1,
+    )  # fmt: skip
+    report = storm.run(tmp_path, json=True, plan=plan).as_dict()
+    harness.validate(report)
+    rows = {entry["name"]: entry for entry in report["rows"]}
+    work = {name: entry for name, entry in rows.items() if name.endswith("prefill work")}
+    assert [entry["ours"] <= storm.WORK_LIMIT for entry in work.values()] == [True, True]
+    assert next(entry for name, entry in rows.items() if name.endswith("beside none"))["reference"] > 2
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_goodput_is_back_in_the_first_good_bin_after_the_worst() -> None:
+    before = np.arange(0.0, 10.0, 0.01)
+    after = np.arange(12.0, 16.0, 0.01)
+    assert storm.back_after(np.concatenate([before, after]), 5.0, 10.0) == pytest.approx(2.25)
+    assert storm.back_after(before, 5.0, 10.0) is None
+    slow = np.arange(10.0, 16.0, 0.02)
+    assert storm.back_after(np.concatenate([before, slow]), 5.0, 10.0) is None

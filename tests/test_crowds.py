@@ -37,6 +37,7 @@ from perdure.limits import MIB
 from perdure.pool.dram import DramPool
 from perdure.service import messages as m
 from perdure.service import process, regions, sockets
+from perdure.service.fields import pack_extents
 from perdure.service.server import Server, shared_pool
 from perdure.service.settings import load
 from perdure.service.verbs import Verbs
@@ -340,7 +341,7 @@ def test_a_client_that_dies_in_the_middle_of_a_write(tmp_path: Path, kind: str) 
             own.close()
         region.view[:] = blocks_of(keys).tobytes()
         call = mine.begin()
-        table, parts = m.pack_extents([[(at * one, one)] for at in range(4)])
+        table, parts = pack_extents([[(at * one, one)] for at in range(4)])
         number = region.numbers[call.run.welcome.client]
         plan.armed = True
         with connected(server) as sock:

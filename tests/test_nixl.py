@@ -24,6 +24,7 @@ from perdure import RemoteStore, limits
 from perdure.io.memory import address
 from perdure.limits import MIB
 from perdure.service import messages as m
+from perdure.service.fields import layout_fields
 from perdure.service.nixl_agent import Agent
 from perdure.service.server import Server
 from perdure.service.streams import Stream, connect_tcp
@@ -153,7 +154,7 @@ class ByHand:
         assert server.node is not None
         self.stream: Stream = connect_tcp(*server.node.address, None, time.monotonic() + 60)
         assert isinstance(self.ask(m.Hello(1, limits.wire_version, "by hand")), m.Welcome)
-        fields = m.layout_fields(layout_of(BLOCK))
+        fields = layout_fields(layout_of(BLOCK))
         self.space = self.ask(m.OpenSpace(2, "acme", "model", WEIGHTS, "", "", fields, "off")).space
 
     def __enter__(self) -> ByHand:

@@ -23,9 +23,11 @@ from perdure.errors import ConfigError, InvalidArgument, ProtocolError, ServiceU
 from perdure.limits import MIB
 from perdure.service import messages as m
 from perdure.service import nixl_agent
+from perdure.service.fields import layout_fields
 from perdure.service.outgoing import gather
 from perdure.service.server import Server
 from perdure.service.streams import Stream, TlsFiles
+from perdure.testing.flight import FlightConformance
 from perdure.testing.store import FOUND, LATE, STORED, StoreConformance, blocks_of, chain, keyspace, read, write
 from perdure.testing.transport import ServiceProcess, TransportConformance, until
 
@@ -33,12 +35,12 @@ LOOPBACK = ("127.0.0.1", 0)
 FOREVER = float("inf")
 
 
-class TestServedByTcp(StoreConformance):
+class TestServedByTcp(StoreConformance, FlightConformance):
     def make_store(self, directory: Path, **options: Any) -> Any:
         return ServedStore(directory, tcp=True, **options)
 
 
-class TestServedWithoutMemory(StoreConformance):
+class TestServedWithoutMemory(StoreConformance, FlightConformance):
     """A node without a DRAM tier: blocks pass through."""
 
     def make_store(self, directory: Path, **options: Any) -> Any:
@@ -110,7 +112,7 @@ def greeted(server: Server) -> Stream:
 def opened(stream: Stream, block_bytes: int = 8192) -> int:
     """The keyspace that `keyspace(client)` opens, by hand."""
     layout = perdure.testing.store.layout_of(block_bytes)
-    question = m.OpenSpace(2, "acme", "model", perdure.testing.store.WEIGHTS, "", "", m.layout_fields(layout), "off")
+    question = m.OpenSpace(2, "acme", "model", perdure.testing.store.WEIGHTS, "", "", layout_fields(layout), "off")
     stream.send(m.encode(question))
     return int(m.decode_answer(stream.receive(FOREVER)[0]).space)
 

@@ -23,8 +23,10 @@ from perdure.io.shared import SharedMemory, map_fd
 from perdure.limits import MIB
 from perdure.pool.memory import SharedChunk
 from perdure.service import messages, shared, sockets
+from perdure.service.fields import pack_extents
 from perdure.service.maps import ChunkMap, copy_block
 from perdure.service.server import Server, shared_pool
+from perdure.testing.flight import FlightConformance
 from perdure.testing.store import (
     FOUND,
     STORED,
@@ -39,7 +41,7 @@ from perdure.testing.store import (
 from perdure.testing.transport import ServiceProcess, TransportConformance, until
 
 
-class TestServed(StoreConformance):
+class TestServed(StoreConformance, FlightConformance):
     def make_store(self, directory: Path, **options: Any) -> Any:
         return ServedStore(directory, **options)
 
@@ -215,7 +217,7 @@ def test_memory_cut_short_by_its_owner_harms_nobody(tmp_path: Path) -> None:
         region = client.register(own.fd)
         os.ftruncate(own.fd, 4096)
         extents = [[(at * space.layout.block_bytes, space.layout.block_bytes)] for at in range(4)]
-        table, parts = messages.pack_extents(extents)
+        table, parts = pack_extents(extents)
         run, deadline = client.current()
         number = region.numbers[run.welcome.client]
         with pytest.raises(InvalidArgument, match="cut it short"):
@@ -355,6 +357,8 @@ def test_nothing_a_client_sends_ends_the_service(tmp_path: Path, seed: int) -> N
                 messages.Lookup(10, 99, b"x" * 31),
                 messages.Release(11, [1, 2, 3], True),
                 messages.Fetch(12, 0, keys.tobytes(), float("nan"), 1, 0.0),
+                messages.Reserve(13, 0, keys.tobytes(), 30.0, soon - 599.9, 0.0),
+                messages.Follow(14, 0, keys.tobytes(), 3, soon - 599.9, 0.0),
             )
         ]
         for round_number in range(60):
@@ -412,7 +416,7 @@ def test_a_write_that_is_read_after_its_deadline_stores_nothing(tmp_path: Path) 
         region.view[:] = blocks_of(keys).tobytes()
         call, past = space.begin(), time.monotonic() - 0.001
         number = region.numbers[call.run.welcome.client]
-        table, parts = messages.pack_extents([[(0, 8192)], [(8192, 8192)]])
+        table, parts = pack_extents([[(0, 8192)], [(8192, 8192)]])
         names = keys.tobytes()
         written = client.ask(
             call.run,

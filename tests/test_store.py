@@ -22,6 +22,7 @@ from perdure.io.api import Files
 from perdure.io.files import PosixFiles
 from perdure.io.siblings import FaultWhile, FaultyFiles, NthFault, ThrottledFiles
 from perdure.segments.format import record_bytes
+from perdure.testing.flight import FlightConformance
 from perdure.testing.model import StoreMachine, tally
 from perdure.testing.store import (
     BLOCK_BYTES,
@@ -47,7 +48,7 @@ from perdure.testing.store import (
 PATIENCE_S = 60.0  # for what must happen; never measured
 
 
-class TestEmbedded(StoreConformance):
+class TestEmbedded(StoreConformance, FlightConformance):
     def make_store(self, directory: Path, **options: Any) -> Store:
         return perdure.open(directory, **options)
 

@@ -192,6 +192,16 @@ def bench_service(directory: Path, quick: bool, as_json: bool) -> None:
     _print_report(service.run(directory, cache_dir=directory / "environments", quick=quick, json=as_json), as_json)
 
 
+@bench.command("storm")
+@_bench_options
+def bench_storm(directory: Path, quick: bool, as_json: bool) -> None:
+    """Many who want the same prefix at once, and a service that is killed under load."""
+    from perdure.benchmarks import storm
+
+    directory.mkdir(parents=True, exist_ok=True)
+    _print_report(storm.run(directory, quick=quick, json=as_json), as_json)
+
+
 @main.command()
 @click.argument("directory", metavar="DIR", type=_DIRECTORY)
 @_JSON

@@ -49,6 +49,7 @@ from perdure.segments.space import SpaceBudget
 from perdure.segments.store import SegmentStore
 from perdure.segments.table import SegmentTable
 from perdure.segments.writer import SegmentWriter
+from perdure.waiting import Leases, Waiters
 
 _INCIDENTS_MAX = 1024
 _INCIDENT = "incident"
@@ -251,6 +252,8 @@ class Core:
     unreadable: Unreadable = field(default_factory=Unreadable)
     pending: Pending = field(init=False)
     touches: Touches = field(init=False)
+    waiters: Waiters = field(default_factory=Waiters)
+    leases: Leases = field(init=False)
     filled: threading.Event = field(default_factory=threading.Event)  # the presence index knows what the catalog knows
     limbo: deque[tuple[threading.Event, list[Slot]]] = field(default_factory=deque)  # slots the disk may still write to
     index_lost: bool = False  # the block index is being rebuilt in the background
@@ -259,6 +262,7 @@ class Core:
     def __post_init__(self) -> None:
         self.pending = Pending()
         self.touches = Touches(self.presence)
+        self.leases = Leases(self.control, self.clock, self.owner, self.waiters)
 
     def expiry_now(self) -> int:
         """Seconds since 1970 for expiry decisions; 0 (nothing expires) while the wall clock is in doubt."""

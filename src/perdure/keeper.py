@@ -108,6 +108,7 @@ class Keeper:
         for segment, keys, records in core.recovery.entries_of_all(left_out, note):
             order = np.argsort(keys.view("S32").ravel(), kind="stable")
             core.index.load(iter([(keys[order], records[order])]))
+            core.waiters.published(keys)
             if core.table.get(segment.segment) is None:  # dropped meanwhile, with what the index knew of it then
                 core.index.remove(keys, records)
             if self._stop.is_set():
@@ -193,8 +194,8 @@ class Keeper:
     def chores(self) -> None:
         core = self._core
         for task in (
-            core.reserve_catalog_space, self.save_recency, core.pins.expire, self.seal_idle, self.settle_unsealed,
-            self.sweep, core.sessions.sweep,
+            core.reserve_catalog_space, self.save_recency, core.pins.expire, core.leases.expire, self.seal_idle,
+            self.settle_unsealed, self.sweep, core.sessions.sweep,
         ):  # fmt: skip
             self.attempt(task)
 

@@ -7,19 +7,18 @@ child, and after the store was closed, every verb raises StoreClosed.
 from __future__ import annotations
 
 import math
-import os
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
-from numbers import Real
+from numbers import Integral, Real
 from typing import Any
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
+from perdure import flight, limits, reading, writing
 from perdure import keys as naming
-from perdure import limits, reading, writing
 from perdure.buffers import as_blocks
 from perdure.catalog.api import Durability, KeyArray, Lease, fingerprints
 from perdure.core import Core
@@ -208,26 +207,50 @@ class Keyspace(SessionVerbs):
         return verb(keys, data, **options)
 
     # --- lifetimes
-    def reserve(self, keys: KeyArray | Sequence[bytes], *, ttl_s: float = limits.lease_ttl_s_default) -> Lease | None:
+    def reserve(
+        self,
+        keys: KeyArray | Sequence[bytes],
+        *,
+        ttl_s: float = limits.lease_ttl_s_default,
+        wait_s: float = 0.0,
+    ) -> Lease | None:
         """The right to compute the prefix that ends with the last of `keys`, or None while someone else has it.
 
-        The lease is fenced: pass it to `write`. It ends by `end_lease`, after ttl_s, or with its process.
+        The lease is fenced: pass it to `write`. It ends by `end_lease`, after ttl_s, or with its process. wait_s: wait
+        so long for it: until its holder has ended it, died or let it expire; None also once all of `keys` are stored.
+        After None ask `lookup`; after a lease too, for what the last holder has got done.
         """
+        limit = wait_seconds(wait_s)
+        wish = self.reservation(keys, ttl_s)
+        return flight.wait(self._core, wish, time.monotonic() + limit, self._check) if limit else wish.acquire()
+
+    def reservation(self, keys: KeyArray | Sequence[bytes], ttl_s: float) -> flight.Reservation:
+        """What `reserve` waits for, for who cannot block a thread."""
         self._check()
         array = naming.check_keys(keys)
         if not len(array):
             raise InvalidArgument("reserve: no keys, so there is nothing to reserve")
         check_seconds(ttl_s, "ttl_s", limits.lease_ttl_s_max)
-        core = self._core
         self._writable()
-        holder = core.owner + os.urandom(8)  # ends with the owner, see ControlStore.end_owner
-        return core.control.acquire(array[-1].tobytes(), holder, core.clock.boottime(), ttl_s)
+        return flight.Reservation(self._core, array, ttl_s)
+
+    def follow(self, keys: KeyArray | Sequence[bytes], *, known: int = 0, wait_s: float) -> int:
+        """Leading blocks that can be used, as soon as they are more than `known`, or all; after wait_s whatever there
+        is. For who uses a prefix that someone else is still computing."""
+        limit = wait_seconds(wait_s)
+        found: int = flight.wait(self._core, self.following(keys, known), time.monotonic() + limit, self._check)
+        return found
+
+    def following(self, keys: KeyArray | Sequence[bytes], known: int) -> flight.Following:
+        """What `follow` waits for, for who cannot block a thread."""
+        self._check()
+        return flight.Following(self._core, naming.check_keys(keys), check_known(known))
 
     def end_lease(self, lease: Lease) -> bool:
         """Give a lease back; False if it had been lost."""
         self._check()
         check_lease(lease)
-        return self._core.control.release(lease)
+        return self._core.leases.release(lease)
 
     def pin(self, keys: KeyArray | Sequence[bytes], *, ttl_s: float) -> PinHandle:
         """Keep blocks from being evicted for `ttl_s` seconds, or until released. Keys not stored yet are pinned too."""
@@ -270,6 +293,18 @@ def seconds_of(deadline_s: float | None) -> float | None:
 def check_seconds(value: float, name: str, most: float) -> None:
     if not isinstance(value, Real) or not 0 < value <= most:
         raise InvalidArgument(f"{name}={value!r}: must be a number above 0 and at most {most}")
+
+
+def wait_seconds(wait_s: float) -> float:
+    if not isinstance(wait_s, Real) or not wait_s >= 0:
+        raise InvalidArgument(f"wait_s={wait_s!r}: must be seconds from now, 0 or more")
+    return min(float(wait_s), limits.deadline_s_max)
+
+
+def check_known(known: int) -> int:
+    if not isinstance(known, Integral) or known < 0:
+        raise InvalidArgument(f"known={known!r}: must be a number of blocks, 0 or more")
+    return int(known)
 
 
 def check_lease(lease: Lease) -> None:

@@ -75,7 +75,7 @@ lent_bytes_min: Final = 128 * MIB  # staging and rings of engines may take so mu
 adapter_staging_bytes_max: Final = 64 * MIB  # what an engine adapter gathers or scatters at a time; two at once
 
 # --- service --------------------------------------------------------------------------------------------------
-wire_version: Final = 1
+wire_version: Final = 2
 message_bytes_max: Final = 128 * KIB  # of one datagram; longer batches are cut by the client
 message_keys_max: Final = 2048
 message_extents_max: Final = 4096  # parts of registered memory in one message, 16 bytes each
@@ -87,10 +87,13 @@ staging_bytes_max: Final = 64 * MIB  # of one client, taken at its first write
 region_bytes_max: Final = 1024 * GIB
 regions_per_client_max: Final = 64
 spaces_per_client_max: Final = 1024
-connections_per_client_max: Final = 64
+connections_per_client_max: Final = 512  # each call that waits has one
+connections_idle_max: Final = 64  # a client keeps so many for its next calls
 connections_max: Final = 4096
 service_threads: Final = 32
 service_data_threads_max: Final = 24  # of them; what is left answers questions while the disk hangs
+switch_interval_s: Final = 0.0005  # Python's 5 ms is what a short call waits behind one busy thread
+service_waking_threads: Final = 2  # answer questions that have waited, however many
 hello_wait_s: Final = 10.0
 fetch_grant_s: Final = 30.0  # a client that copies longer than this has died or sleeps
 view_ttl_s_default: Final = 30.0
@@ -114,6 +117,9 @@ send_wait_s: Final = 1.0  # a client that does not take its answer is cut off
 # --- lifetimes ------------------------------------------------------------------------------------------------
 lease_ttl_s_default: Final = 30.0
 lease_ttl_s_max: Final = 600.0
+wait_s_min: Final = 0.001  # to another host; 0 would not be waiting
+wait_grace_s: Final = 1.0  # how late the answer of a service may come to who has waited
+wait_check_s: Final = 1.0  # waiters look at the lease's clock so often, should nobody wake them: machines sleep
 pin_ttl_s_max: Final = 7 * 86_400.0
 clock_step_s_max: Final = 60.0
 session_name_bytes_max: Final = 255

@@ -4,7 +4,7 @@ Contract
 - A record is published after its data is as durable as was asked for, insert-if-absent, fenced by the lease.
 - An unknown outcome is looked up: what stands in the catalog decides.
 - Ephemeral publishes wait in `Core.pending`, visible in this process, until the keeper commits them together.
-- Whoever was told that a block exists finds it in the presence index.
+- Whoever was told that a block exists finds it in the presence index; whoever waits for it is woken after that.
 """
 
 from __future__ import annotations
@@ -81,6 +81,7 @@ def show(core: Core, keys: KeyArray, records: RecordArray, *, only_absent: bool 
             expires_s=np.ascontiguousarray(records["expires_s"]),
             only_absent=only_absent,
         )
+        core.waiters.published(keys)
 
 
 def flush_pending(core: Core, *, last: bool = False) -> None:

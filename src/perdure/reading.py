@@ -38,7 +38,14 @@ _SEGMENT, _TENANT, _OFFSET, _STORED, _BLOCK_BYTES, _EXPIRES, _DURABILITY = map(
 
 
 def lookup(core: Core, keys: KeyArray) -> int:
-    """Leading blocks that can be used: present and not expired."""
+    """Leading blocks that can be used: present and not expired. Counted."""
+    found = leading(core, keys)
+    core.counters.add(lookups=1, lookup_blocks=len(keys), lookup_found=found)
+    return found
+
+
+def leading(core: Core, keys: KeyArray) -> int:
+    """As `lookup`, not counted."""
     count = len(keys)
     complete = (
         core.presence.complete
@@ -46,7 +53,6 @@ def lookup(core: Core, keys: KeyArray) -> int:
     found = core.presence.prefix(fingerprints(keys), core.expiry_now())
     if found < count and not (complete and core.presence.complete):
         found = _catalog_prefix(core, keys, found)
-    core.counters.add(lookups=1, lookup_blocks=count, lookup_found=found)
     return found
 
 

@@ -264,6 +264,7 @@ class Store:
         self._closed = f"{self.path} was closed; open it again"
         core = self._core
         self._prefetcher.close()
+        core.waiters.wake_all()  # they see that it is closed
         core.calls.shutdown(wait=True)
         with contextlib.ExitStack() as steps:  # run in reverse order, each even if another fails
             if self._lock is not None:

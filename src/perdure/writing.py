@@ -319,14 +319,16 @@ def _publish(
 ) -> bool:
     """Make records visible; True if finishing their segments is left to the deferred commit."""
     records, names = appended.records[done], np.ascontiguousarray(keys[todo[done]])
-    publication = Publication(space.digest, names, records, appended.segments, terms.lease)
+    deferred = terms.durability == Durability.EPHEMERAL
+    lease = None if deferred else terms.lease  # else checked here: what is acknowledged stays when the lease ends
+    publication = Publication(space.digest, names, records, appended.segments, lease)
     if core.unreadable:
         try:
             core.unreadable.give_way(names, core.index)
         except CatalogError as error:
             _refuse(report, todo[done], WriteStatus.FAILED, str(error))
             return False
-    if terms.durability == Durability.EPHEMERAL:
+    if deferred:
         if terms.lease is not None and not core.control.check(terms.lease):
             raise StaleFence(f"lease {terms.lease.token} was lost during the write; nothing was published")
         core.pending.add(publication, key_list(names), records)
@@ -346,7 +348,7 @@ def _publish(
         for position in todo[done].tolist():
             report.reasons.pop(position, None)
     report.stored_bytes += int(record_bytes_array(records["stored_bytes"])[visible].sum())
-    return terms.durability == Durability.EPHEMERAL
+    return deferred
 
 
 def _remember(

@@ -33,13 +33,23 @@ from perdure.io.shared import SharedMemory
 from perdure.limits import MIB
 from perdure.service import messages as m
 from perdure.service import sockets
+from perdure.service.fields import (
+    extents_of,
+    identity_of,
+    keys_of,
+    layout_fields,
+    lease_of,
+    pack_extents,
+    pack_lease,
+    raise_failure,
+)
 from perdure.testing.store import FOUND, STORED, blocks_of, chain, keyspace, layout_of, write
 from support.served import serving
 
 FOREVER_S = 600.0
 SETTLE_S = 60.0
 ROUNDS_BETWEEN_LOOKS = 100
-LAYOUT = m.layout_fields(layout_of(4096))
+LAYOUT = layout_fields(layout_of(4096))
 NUMBERS = (0, 1, -1, 2**16, 2**31, 2**32 - 1, 2**40, 2**63 - 1, 2**63, 2**64 - 1, -(2**63))
 FLOATS = (0.0, -0.0, 1.0, -1.0, 1e300, 5e-324, float("nan"), float("inf"), float("-inf"))
 TEXTS = ("", "x", "session", "retained", "client", "landing", "staging", "auto", "on", "\0", "ä" * 300, "x" * 70_000)
@@ -50,7 +60,7 @@ Value = Any
 def questions(rng: random.Random, client: bytes = b"t" * 16) -> list[m.Message]:
     """One of each kind, as a client of ours could send it."""
     until, keys = time.monotonic() + FOREVER_S, rng.randbytes(32 * rng.randrange(4))
-    extents, parts = m.pack_extents([[(4096 * at, 4096)] for at in range(len(keys) // 32)])
+    extents, parts = pack_extents([[(4096 * at, 4096)] for at in range(len(keys) // 32)])
     lease = m.LeaseData(rng.randbytes(32), rng.randbytes(16), rng.randrange(5), until)
     number, space = rng.randrange(1, 2**40), rng.choice((0, 0, 0, 1))
     return [
@@ -202,32 +212,32 @@ def fuzz_parsers(rng: random.Random, tally: Counter[str]) -> None:
             _look_inside(rng, message, tally)
     blocks, block_bytes = rng.randrange(5), rng.choice((1, 4096, limits.block_bytes_max))
     region_bytes = rng.choice((0, 1, 4096, 5 * 4096, limits.region_bytes_max))
-    good, parts = m.pack_extents([[(block_bytes * at, block_bytes)] for at in range(blocks)])
+    good, parts = pack_extents([[(block_bytes * at, block_bytes)] for at in range(blocks)])
     if rng.random() < 0.7:
         good, parts = other_bytes(rng, good + b"\0"), other_bytes(rng, parts + b"\1\0\0\0")
     tally["extents"] += 1
     with _typed(tally):
-        _check_extents(m.extents_of(good, parts, blocks, block_bytes, region_bytes), blocks, block_bytes, region_bytes)
+        _check_extents(extents_of(good, parts, blocks, block_bytes, region_bytes), blocks, block_bytes, region_bytes)
 
 
 def _look_inside(rng: random.Random, message: Any, tally: Counter[str]) -> None:
     if isinstance(getattr(message, "keys", None), bytes):
         with _typed(tally):
-            keys = m.keys_of(message.keys)
+            keys = keys_of(message.keys)
             assert keys.nbytes == len(message.keys) <= limits.message_keys_max * limits.key_bytes
     if isinstance(message, m.Read | m.Write):
         blocks, nbytes = len(message.keys) // 32, rng.choice((4096, 65_536))
         with _typed(tally):
-            _check_extents(m.extents_of(message.extents, message.parts, blocks, 4096, nbytes), blocks, 4096, nbytes)
+            _check_extents(extents_of(message.extents, message.parts, blocks, 4096, nbytes), blocks, 4096, nbytes)
     if isinstance(message, m.OpenSpace):
         with _typed(tally):
-            identity = m.identity_of(message)
+            identity = identity_of(message)
             assert identity.fields()
     if isinstance(message, m.Failed):
         with _typed(tally):
-            m.raise_failure(message)
+            raise_failure(message)
     if isinstance(message, m.EndLease):
-        assert m.pack_lease(m.lease_of(message.lease)) == message.lease
+        assert pack_lease(lease_of(message.lease)) == message.lease
 
 
 def _check_extents(found: list[list[tuple[int, int]]], blocks: int, block_bytes: int, region_bytes: int) -> None:

@@ -36,6 +36,7 @@ GAUGES: Final = {  # name -> (path in Server.status(), meaning)
     "perdure_memory_pinned_slots": ("memory.pinned", "slots that a read, write or view is using"),
     "perdure_views": ("memory.views", "views that clients hold"),
     "perdure_queue_calls": ("queue", "calls that wait for a thread"),
+    "perdure_waiting_calls": ("waiting", "calls that wait for what another computes"),
     "perdure_capacity_bytes": ("store.capacity_bytes", "what the segments may occupy"),
     "perdure_used_bytes": ("store.used_bytes", "what the segments occupy"),
     "perdure_stored_blocks": ("store.blocks", "blocks in the catalog"),

@@ -25,6 +25,7 @@ from perdure.errors import InvalidArgument, ProtocolError, ServiceUnavailable
 from perdure.reports import ReadReport, WriteReport
 from perdure.segments.landing import BlockStatus
 from perdure.service import messages as m
+from perdure.service.fields import raise_failure
 from perdure.service.remote import RemoteKeyspace, Terms, note
 from perdure.service.remote_reads import GRACE_S, Call
 from perdure.service.streams import Stream
@@ -49,6 +50,9 @@ class DistantKeyspace(RemoteKeyspace):
 
     def view(self, keys: KeyArray | Sequence[bytes], **_: Any) -> NoReturn:
         raise InvalidArgument(f"view: {self._store.where} shares no memory with this process; use read")
+
+    def _until(self, until: float) -> tuple[float, float]:
+        return 0.0, max(limits.wait_s_min, until - time.monotonic())  # hosts share no clock
 
     def _maps(self, call: Call) -> None:
         """There are none."""
@@ -164,7 +168,7 @@ class DistantKeyspace(RemoteKeyspace):
             raise ConnectionResetError("end of the connection")
         answer = m.decode_answer(data)
         if isinstance(answer, m.Failed):
-            m.raise_failure(answer)
+            raise_failure(answer)
         if not isinstance(answer, kind) or answer.id != number:
             raise ProtocolError(f"{self._store.where}: {type(answer).__name__} is no answer to the question")
         return answer

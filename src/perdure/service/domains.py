@@ -28,7 +28,7 @@ from perdure.pool.memory import SharedChunk
 from perdure.presence import PresenceIndex
 from perdure.presence_table import Column, Columns, Fingerprints
 from perdure.service import shared
-from perdure.service.messages import unpack_slot
+from perdure.service.fields import unpack_slot
 
 if TYPE_CHECKING:
     from perdure.service.peers import Peer

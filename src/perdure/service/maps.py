@@ -25,7 +25,8 @@ from perdure.keys import key_list
 from perdure.pool.memory import HEADER, HEADER_BYTES
 from perdure.presence_table import Table, leading, locate, table_over
 from perdure.service import shared
-from perdure.service.messages import SLOT_INDEX_BITS, SLOT_INDEX_MASK, Attached, pack_slot, unpack_slot
+from perdure.service.fields import SLOT_INDEX_BITS, SLOT_INDEX_MASK, pack_slot, unpack_slot
+from perdure.service.messages import Attached
 
 MAPPABLE: Final = platform.machine() in ("x86_64", "AMD64")
 

@@ -1,7 +1,8 @@
 """The data node: the same store, for hosts that reach it by TCP (`perdure serve --listen HOST:PORT`).
 
 Contract
-- A thread per connection, which reads, does and answers itself; a host that stalls is cut off after `limits.stall_s`.
+- A thread per connection, which reads, does and answers itself, and waits where a question has to (unlike the Unix
+  socket's). A host that stalls is cut off after `limits.stall_s`.
   At most `limits.transfers_inflight_max` of them hold blocks at a time; who gets no turn by its deadline is late.
 - A `Get` is answered by frames of at most `limits.frame_blocks_bytes_max`: while one is on its way the next is read.
 - A client ends with the connection of its hello; hosts that vanish are noticed by the kernel's keepalive.
@@ -21,24 +22,27 @@ from typing import TYPE_CHECKING, Any
 
 from perdure import limits
 from perdure.errors import ConfigError, PerdureError, ProtocolError, ServiceBusy, ServiceUnavailable, StorePathError
+from perdure.flight import wait
 from perdure.reports import WriteStatus
 from perdure.segments.landing import BlockStatus
 from perdure.service import messages as m
 from perdure.service import streams
+from perdure.service.fields import failure, keys_of, lease_of
 from perdure.service.nixl_node import Far
 from perdure.service.outgoing import Lot, gather
 from perdure.service.peers import Peer
 from perdure.service.sockets import is_loopback
 from perdure.service.streams import Stream
 from perdure.service.turns import Places
+from perdure.service.verbs import Waiting
 
 if TYPE_CHECKING:
     from perdure.service.server import Server
 
 _LOG = logging.getLogger("perdure.node")
 _ALLOWED = (
-    m.OpenSpace, m.Lookup, m.Present, m.Reserve, m.EndLease, m.Pin, m.Unpin, m.Hint, m.Advise, m.Status, m.Explain,
-    m.ExplainPrefix, m.Sync, m.SessionAsk,
+    m.OpenSpace, m.Lookup, m.Present, m.Reserve, m.Follow, m.EndLease, m.Pin, m.Unpin, m.Hint, m.Advise, m.Status,
+    m.Explain, m.ExplainPrefix, m.Sync, m.SessionAsk,
 )  # fmt: skip
 _PROBLEMS_MAX = 64  # told per frame
 
@@ -63,6 +67,7 @@ class Node:
         self._turns = Places(limits.transfers_inflight_max)
         self._streams: dict[Any, threading.Thread] = {}  # socket or stream -> its thread
         self._stopping = False
+        self.waiting = 0  # connections whose question waits
         self._thread = threading.Thread(target=self._accept, name="perdure-node", daemon=True)
 
     def start(self) -> None:
@@ -75,6 +80,7 @@ class Node:
                 return
             self._stopping = True
             open_now = dict(self._streams)
+        self._server.core.waiters.wake_all()
         with suppress(OSError):
             self._listener.shutdown(socket.SHUT_RDWR)
         self._listener.close()
@@ -148,7 +154,7 @@ class Node:
             while not self._stopping and self._one(stream, peer):
                 pass
         except PerdureError as error:  # not the protocol: nothing more can be made of what comes
-            stream.send(m.encode(m.failure(0, error)), until=time.monotonic() + limits.send_wait_s)
+            stream.send(m.encode(failure(0, error)), until=time.monotonic() + limits.send_wait_s)
         finally:
             if peer is not None:
                 (self._server.dismiss if mine else self._server.left)(peer)
@@ -169,24 +175,45 @@ class Node:
                 if isinstance(question, m.Put):
                     summary = self._put(stream, peer, question, payload, since)
                 elif isinstance(question, _ALLOWED) or (isinstance(question, m.Region) and question.kind == "nixl"):
-                    summary, _ = self._server.verbs.answer(peer, question, [])
+                    summary = self._answer(peer, question)
                 else:
                     raise ProtocolError(f"{type(question).__name__} is no question for another host")
-                stream.send(self._encoded(summary), until=since + limits.stall_s)
+                try:
+                    stream.send(self._encoded(summary), until=time.monotonic() + limits.stall_s)
+                except OSError:
+                    self._server.verbs.undo(peer, summary)
+                    raise
         except OSError:
             raise
         except Exception as error:  # noqa: BLE001 (a question must not end the connection)
             if not isinstance(error, PerdureError):
                 _LOG.exception("a question failed")
-            summary = m.failure(question.id, error)
+            summary = failure(question.id, error)
             stream.send(m.encode(summary), until=time.monotonic() + limits.stall_s)
         self._server.note(peer, question, summary, time.monotonic() - since)
         return True
 
+    def _answer(self, peer: Peer, question: Any) -> m.Message:
+        answer, _ = self._server.verbs.answer(peer, question, [])
+        if not isinstance(answer, Waiting):
+            return answer
+
+        def check() -> None:
+            if peer.ended or self._stopping:
+                raise ConnectionAbortedError("nobody waits for this answer any more")
+
+        with self._lock:
+            self.waiting += 1
+        try:
+            return answer.answer_of(wait(self._server.core, answer.wish, answer.until, check))
+        finally:
+            with self._lock:
+                self.waiting -= 1
+
     def _encoded(self, answer: m.Message) -> bytes:
         data = m.encode(answer)
         if len(data) > limits.message_bytes_max:
-            data = m.encode(m.failure(answer.id, ServiceBusy("the answer is longer than a message; ask for less")))
+            data = m.encode(failure(answer.id, ServiceBusy("the answer is longer than a message; ask for less")))
         return data
 
     # --- moving blocks
@@ -195,7 +222,7 @@ class Node:
             return self._get_into(far, stream, peer, q, since)
 
     def _get_into(self, far: Far | None, stream: Stream, peer: Peer, q: m.Get, since: float) -> m.Message:
-        space, keys = peer.space(q.space), m.keys_of(q.keys)
+        space, keys = peer.space(q.space), keys_of(q.keys)
         until = since + _seconds(q.left_s)
         size, core = space.layout.block_bytes, self._server.core
         step = max(1, limits.frame_blocks_bytes_max // size)
@@ -232,7 +259,7 @@ class Node:
         """The payload is received whatever becomes of the question: the next one comes after it."""
         receive_by = since + limits.stall_s
         try:
-            space, keys = peer.space(q.space), m.keys_of(q.keys)
+            space, keys = peer.space(q.space), keys_of(q.keys)
             until = since + _seconds(q.left_s)
             size = space.layout.block_bytes
             nbytes = len(keys) * size
@@ -255,7 +282,7 @@ class Node:
                     stream.fill([part for parts in blocks for part in parts], receive_by)
                 report = space.write(
                     keys, blocks, durability=q.durability, ttl_s=q.ttl_s, deadline_s=max(0.0, until - time.monotonic()),
-                    lease=None if q.lease is None else m.lease_of(q.lease),
+                    lease=None if q.lease is None else lease_of(q.lease),
                 )  # fmt: skip
             finally:
                 del blocks

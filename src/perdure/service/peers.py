@@ -28,7 +28,8 @@ from perdure.pool.dram import Slot
 from perdure.reports import ReadReport
 from perdure.service import shared
 from perdure.service.domains import Domain, Domains
-from perdure.service.messages import Retired, encode, pack_slot
+from perdure.service.fields import pack_slot
+from perdure.service.messages import Retired, encode
 from perdure.service.regions import LentRegion, Region
 
 
@@ -155,7 +156,7 @@ class Peer:
             self._leases[lease.scope] = lease
             ended = self.ended
         if ended:
-            self.core.control.release(lease)
+            self.core.leases.release(lease)
 
     def drop(self, lease: Lease) -> None:
         with self.lock:
@@ -220,7 +221,7 @@ class Peer:
             pin.release()
         for lease in leases:
             with suppress(Exception):  # it ends by itself
-                self.core.control.release(lease)
+                self.core.leases.release(lease)
         for domain in list(self._maps):
             with domain.lock:
                 domain.peers.discard(self)

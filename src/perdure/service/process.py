@@ -40,7 +40,6 @@ from perdure.service.sockets import parse_address
 
 PROBE_TENANT: Final = "perdure-probe"
 _PROBE_BYTES: Final = 4096
-_SWITCH_INTERVAL_S: Final = 0.0005  # Python's 5 ms is what a short call waits behind one busy thread
 _log = logs.get("service")
 
 
@@ -72,7 +71,7 @@ def run(
 
     system: where /proc and /sys are."""
     data = settings.store_path()
-    sys.setswitchinterval(_SWITCH_INTERVAL_S)
+    sys.setswitchinterval(limits.switch_interval_s)
     place(settings)
     with contextlib.ExitStack() as undo:
         undo.callback(logs.take_down, logs.set_up(settings.log_level, settings.log_format))

@@ -4,7 +4,7 @@ Contract
 - A memfd whose size is sealed is mapped: its owner cannot cut it short and kill the service (SIGBUS). What cannot
   be sealed (a file in /dev/shm) is touched by preadv and pwritev only. Anything else is refused: a file on a disk or of
   a user's file system could hang the thread that touches it.
-- Every offset was checked against the region's size by `messages.extents_of`.
+- Every offset was checked against the region's size by `fields.extents_of`.
 - What an engine does to its memory meanwhile harms only itself: bytes on the disk are described by the checksum of what
   was written, a block that changed while it was read is that engine's own.
 """

@@ -10,6 +10,7 @@ import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
 from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
@@ -20,10 +21,19 @@ from perdure import limits
 from perdure.buffers import Parts, as_blocks, copy_parts
 from perdure.catalog.api import Durability, KeyArray, Lease
 from perdure.errors import CatalogError, InvalidArgument, ServiceBusy, ServiceUnavailable
-from perdure.keyspace import Advice, check_lease, check_seconds, durability_of, seconds_of
+from perdure.keyspace import (
+    Advice,
+    check_known,
+    check_lease,
+    check_seconds,
+    durability_of,
+    seconds_of,
+    wait_seconds,
+)
 from perdure.reports import ReadReport, WriteReport, WriteStatus
 from perdure.service import messages as m
 from perdure.service.client import Region, RemoteStore
+from perdure.service.fields import lease_of, pack_extents, pack_lease
 from perdure.service.remote_reads import GRACE_S, Call, Extents, RemoteReads
 from perdure.service.staging import STAGED_BYTES
 from perdure.service.transport import Late, Run
@@ -140,7 +150,7 @@ class RemoteKeyspace(RemoteReads, SessionVerbs):
         terms = Terms(
             durability_of(durability).name.lower(),
             None if ttl_s is None else float(ttl_s),
-            None if lease is None else m.pack_lease(lease),
+            None if lease is None else pack_lease(lease),
         )
         if len(array):
             self._write(array, parts, terms, None if limit is None else started + limit, report)
@@ -196,7 +206,7 @@ class RemoteKeyspace(RemoteReads, SessionVerbs):
         self, call: Call, keys: KeyArray, part: list[int], region: Region, extents: Extents, terms: Terms,
         report: WriteReport, settle: Callable[[Any], None] | None = None,
     ) -> None:  # fmt: skip
-        table, parts = m.pack_extents(extents)
+        table, parts = pack_extents(extents)
         number, names = region.numbers[call.run.welcome.client], keys[part].tobytes()
         answer: m.Written = self._store.transport.ask(
             call.run, lambda i: m.Write(i, call.space, names, number, table, parts, *terms, call.until),
@@ -226,19 +236,82 @@ class RemoteKeyspace(RemoteReads, SessionVerbs):
         return self._calls.submit(later)
 
     # --- lifetimes
-    def reserve(self, keys: KeyArray | Sequence[bytes], *, ttl_s: float = limits.lease_ttl_s_default) -> Lease | None:
-        """As `Keyspace.reserve`; the lease ends with this process too. Raises ServiceUnavailable."""
+    def reserve(
+        self,
+        keys: KeyArray | Sequence[bytes],
+        *,
+        ttl_s: float = limits.lease_ttl_s_default,
+        wait_s: float = 0.0,
+    ) -> Lease | None:
+        """As `Keyspace.reserve`; the lease ends with this process too. Each call that waits has a connection of its
+        own, of `limits.connections_per_client_max`; ServiceBusy if there is none left. Goes on waiting while the
+        service is away; raises ServiceUnavailable if it still is at the end."""
         array = naming.check_keys(keys)
         if not len(array):
             raise InvalidArgument("reserve: no keys, so there is nothing to reserve")
         check_seconds(ttl_s, "ttl_s", limits.lease_ttl_s_max)
-        got = self._ask_of(self.begin(), m.Reserve, array[-1:].tobytes(), float(ttl_s)).lease
-        return None if got is None else m.lease_of(got)
+        limit = wait_seconds(wait_s)
+        if not limit:
+            return self._reserve(self.begin(), array[-1:], ttl_s, 0.0, 0.0)
+        until = time.monotonic() + limit
+
+        def go_on() -> Lease | None:
+            while True:
+                found = self.lookup(array) if len(array) > limits.message_keys_max else 0
+                rest = array[found:]
+                part = rest if len(rest) <= limits.message_keys_max else _with_last(rest)
+                lease = self._reserve(self.begin(until), part, ttl_s, *self._until(until)) if len(rest) else None
+                if lease is not None or len(part) == len(rest) or time.monotonic() >= until:
+                    return lease
+
+        return _patiently(go_on, until)
+
+    def _reserve(self, call: Call, keys: KeyArray, ttl_s: float, until_s: float, left_s: float) -> Lease | None:
+        transport = self._store.transport
+
+        def settle(answer: Any) -> None:
+            if isinstance(answer, m.Leased) and answer.lease is not None:  # too late: nobody would use it
+                transport.tell(call.run, m.EndLease(transport.number(), answer.lease))
+
+        question = lambda i: m.Reserve(i, call.space, keys.tobytes(), float(ttl_s), until_s, left_s)  # noqa: E731
+        try:
+            got = transport.ask(call.run, question, call.until + limits.wait_grace_s, settle=settle).lease
+        except Late:
+            if until_s or left_s:
+                return None
+            raise ServiceUnavailable(f"{self._store.where}: the service did not answer in time") from None
+        return None if got is None else lease_of(got)
+
+    def follow(self, keys: KeyArray | Sequence[bytes], *, known: int = 0, wait_s: float) -> int:
+        """As `Keyspace.follow`. Has a connection and goes on waiting while the service is away, as `reserve`.
+        Raises ServiceBusy."""
+        array, least = naming.check_keys(keys), check_known(known)
+        until, found = time.monotonic() + wait_seconds(wait_s), 0
+
+        def go_on() -> None:
+            nonlocal found
+            while found <= least and found < len(array):
+                part = array[found : found + limits.message_keys_max]
+                call = self.begin(max(until, time.monotonic()) + limits.wait_grace_s)
+                wanted = min(least - found, len(part) - 1)
+                found += self._ask_of(call, m.Follow, part.tobytes(), wanted, *self._until(until)).count
+                if len(array) > len(part):
+                    found += self.lookup(array[found:])
+                if time.monotonic() >= until:
+                    return
+
+        with suppress(ServiceUnavailable):  # what was found can be asked for
+            _patiently(go_on, until)
+        return found
+
+    def _until(self, until: float) -> tuple[float, float]:
+        """The end of a wait, as a question has it."""
+        return until, 0.0
 
     def end_lease(self, lease: Lease) -> bool:
         """As `Keyspace.end_lease`."""
         check_lease(lease)
-        call, data = self.begin(), m.pack_lease(lease)
+        call, data = self.begin(), pack_lease(lease)
         return bool(self._store.ask(call.run, lambda number: m.EndLease(number, data), call.until).yes)
 
     def pin(self, keys: KeyArray | Sequence[bytes], *, ttl_s: float) -> RemotePin:
@@ -270,6 +343,22 @@ class Terms(NamedTuple):
     durability: str
     ttl_s: float | None
     lease: m.LeaseData | None
+
+
+def _patiently(go_on: Callable[[], T], until: float) -> T:
+    """Do it; do it again when the service has gone away meanwhile, while there is time."""
+    while True:
+        try:
+            return go_on()
+        except ServiceUnavailable:
+            if time.monotonic() + limits.reconnect_wait_s >= until:
+                raise
+            time.sleep(limits.reconnect_wait_s)
+
+
+def _with_last(keys: KeyArray) -> KeyArray:
+    """As many keys as fit a message, the last one among them: it names what is reserved."""
+    return np.concatenate([keys[: limits.message_keys_max - 1], keys[-1:]])
 
 
 def _cut(keys: KeyArray) -> list[KeyArray]:

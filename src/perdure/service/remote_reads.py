@@ -31,6 +31,7 @@ from perdure.reports import ReadReport
 from perdure.segments.landing import BlockStatus
 from perdure.service import messages as m
 from perdure.service.client import Region, RemoteStore
+from perdure.service.fields import NO_SLOT, layout_fields, pack_extents
 from perdure.service.maps import MAPPABLE, DomainMaps
 from perdure.service.staging import STAGED_BYTES
 from perdure.service.transport import Late, Run
@@ -97,7 +98,7 @@ class RemoteReads:
         known = self._opened
         if known is not None and known[0] is run:
             return known[1]
-        one, fields = self.identity, m.layout_fields(self.layout)
+        one, fields = self.identity, layout_fields(self.layout)
         opened: m.SpaceOpened = self._store.ask(
             run,
             lambda i: m.OpenSpace(i, self.tenant, one.model, one.weights, one.lora, one.draft, fields, self._codec),
@@ -239,7 +240,7 @@ class RemoteReads:
         """Which blocks of an answer could be copied."""
         slots, size = np.frombuffer(answer.slots, np.uint64).tolist(), self.layout.block_bytes
         return [
-            slot != m.NO_SLOT and maps.copy_granted(slot, key, self.digest, size, destination)
+            slot != NO_SLOT and maps.copy_granted(slot, key, self.digest, size, destination)
             for slot, key, destination in zip(slots, key_list(keys), destinations, strict=True)
         ]
 
@@ -293,7 +294,7 @@ class RemoteReads:
         self, call: Call, keys: KeyArray, part: list[int], region: Region, extents: Extents, direct: bool,
         report: ReadReport, settle: Callable[[Any], None],
     ) -> None:  # fmt: skip
-        table, parts = m.pack_extents(extents)
+        table, parts = pack_extents(extents)
         number, names = region.numbers[call.run.welcome.client], keys[part].tobytes()
         answer: m.Delivered = self._store.transport.ask(
             call.run, lambda i: m.Read(i, call.space, names, number, table, parts, call.until, direct),

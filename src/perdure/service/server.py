@@ -5,6 +5,7 @@ Contract
   after its answer, so it has one question at a time; who does not take answers is cut off.
 - Questions that may wait for the disk take at most `limits.service_data_threads_max` threads. The others queue by
   `turns`, at most one per connection: a writer is not read from while its question waits (back-pressure).
+- A question that waits for someone else's publish or lease is parked (`parking`): it has its connection, but no thread.
 - A client ends with the connection of its hello, or with its process (pidfd), also where a child keeps the socket.
 - A message that is not the protocol ends its connection. Nothing a client sends ends the service.
 """
@@ -22,30 +23,29 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from perdure import limits
 from perdure.errors import PerdureError, ProtocolError, ServiceBusy
 from perdure.observe.metrics import Metrics
 from perdure.pool.dram import DramPool
 from perdure.pool.memory import SharedChunk
-from perdure.reports import WriteStatus
-from perdure.segments.landing import BlockStatus
+from perdure.service import counting, sockets
 from perdure.service import messages as m
-from perdure.service import sockets
 from perdure.service.domains import Domains
+from perdure.service.fields import failure
 from perdure.service.node import Node
+from perdure.service.parking import Parking, Ticket
 from perdure.service.peers import Peer
 from perdure.service.sockets import address_text
 from perdure.service.streams import TlsFiles
 from perdure.service.turns import Turns
-from perdure.service.verbs import READING, WRITING, Verbs, fetch_bytes
+from perdure.service.verbs import READING, WRITING, Verbs, Waiting, fetch_bytes
 from perdure.store import Store
 from perdure.viewing import leave_limbo
 
 _LOG = logging.getLogger("perdure.service")
 _EXHAUSTED = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)  # descriptors or kernel memory
 _ONCE = select.EPOLLIN | select.EPOLLRDHUP | select.EPOLLONESHOT
+_ENDED = select.EPOLLRDHUP | select.EPOLLONESHOT  # of a connection whose question is parked
 
 
 def shared_pool(budget_bytes: int, *, huge: bool = False) -> DramPool:
@@ -54,13 +54,14 @@ def shared_pool(budget_bytes: int, *, huge: bool = False) -> DramPool:
 
 
 class _Connection:
-    __slots__ = ("birth", "closed", "main", "peer", "pidfd", "sock")
+    __slots__ = ("birth", "closed", "main", "parked", "peer", "pidfd", "sock")
 
     def __init__(self, sock: socket.socket):
         self.sock = sock
         self.peer: Peer | None = None
         self.main = False
         self.closed = False
+        self.parked: Ticket | None = None
         self.pidfd = -1
         self.birth = time.monotonic()
 
@@ -98,6 +99,7 @@ class Server:
         self.core.pool.observe(self.domains)
         self.core.presence.mirror_to(self.domains)
         self.verbs = Verbs(store, self.domains, self.status)
+        self.parking = Parking(self.core)
         self._epoll = select.epoll()
         self._stop = threading.Event()
         self._waker, self._woken = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
@@ -122,6 +124,7 @@ class Server:
         self._started = True
         for thread in self._threads:
             thread.start()
+        self.parking.start()
         if self.node is not None:
             self.node.start()
 
@@ -140,6 +143,7 @@ class Server:
         if self._started:
             for thread in self._threads:
                 thread.join(max(0.0, give_up - time.monotonic()))
+        self.parking.stop()
         for peer in list(self._peers.values()):
             peer.end()
         self.verbs.mover.close()
@@ -166,6 +170,7 @@ class Server:
             "clients": clients,
             "connections": self._open(),
             "queue": len(self._waiting),
+            "waiting": len(self.parking) + (0 if self.node is None else self.node.waiting),
             "memory": {
                 "budget_bytes": memory.budget_bytes, "mapped_bytes": memory.mapped_bytes, "bytes": memory.bytes,
                 "staging_bytes": memory.lent_bytes, "stranded_bytes": memory.stranded_bytes, "pinned": memory.pinned,
@@ -194,9 +199,10 @@ class Server:
             self._serve(connection)
 
     def _beat(self) -> None:
-        """Clocks, rings, grants and greetings that never came."""
+        """Clocks, leases, rings, grants and greetings that never came."""
         while not self._stop.wait(limits.beat_s):
             try:
+                self.core.leases.expire()
                 self.domains.beat()
                 self.domains.settle()
                 leave_limbo(self.core)
@@ -233,7 +239,7 @@ class Server:
             if not self.room():
                 busy = ServiceBusy(f"{self._clients_max} connections are open; raise --clients-max")
                 with suppress(OSError):
-                    sockets.send(sock, m.encode(m.failure(0, busy)), [], socket.MSG_DONTWAIT)
+                    sockets.send(sock, m.encode(failure(0, busy)), [], socket.MSG_DONTWAIT)
                 sock.close()
             else:
                 connection = _Connection(sock)
@@ -256,6 +262,8 @@ class Server:
             if connection.peer is not None and not connection.main:
                 connection.peer.connections -= 1
             others = [one for one in self._connections.values() if peer is not None and one.peer is peer]
+        if connection.parked is not None:
+            self.parking.drop(connection.parked)
         with suppress(OSError):
             connection.sock.shutdown(socket.SHUT_RDWR)
         connection.sock.close()
@@ -266,9 +274,9 @@ class Server:
         if peer is not None:
             self.dismiss(peer)
 
-    def _arm(self, connection: _Connection) -> None:
+    def _arm(self, connection: _Connection, events: int = _ONCE) -> None:
         with suppress(OSError, ValueError):
-            self._epoll.modify(connection.sock.fileno(), _ONCE)
+            self._epoll.modify(connection.sock.fileno(), events)
 
     # --- questions
     def _serve(self, connection: _Connection) -> None:
@@ -286,7 +294,7 @@ class Server:
         except BlockingIOError:
             self._arm(connection)
         except PerdureError as error:
-            self._send(connection, m.failure(0, error), [])
+            self._send(connection, failure(0, error), [])
             self._close(connection)
         except OSError:
             self._close(connection)
@@ -380,18 +388,36 @@ class Server:
         """Never raises."""
         peer = connection.peer
         assert peer is not None
+        answer: m.Message | Waiting
         out: list[int] = []
         try:
             answer, out = self.verbs.answer(peer, question, fds)
-        except PerdureError as error:
-            answer = m.failure(question.id, error)
         except Exception as error:  # noqa: BLE001 (a question must not end the service)
-            _LOG.exception("a question failed")
-            answer = m.failure(question.id, error)
-        if not isinstance(question, m.Release) or question.tell:
-            self._send(connection, answer, out)
+            if not isinstance(error, PerdureError):
+                _LOG.exception("a question failed")
+            answer = failure(question.id, error)
+        if isinstance(answer, Waiting):
+            self._arm(connection, _ENDED)  # before it is parked: its answer arms it again
+            self._park(connection, question, answer, since)
+        else:
+            self._reply(connection, question, answer, out, since)
         for fd in (*fds, *out):
             os.close(fd)
+
+    def _park(self, connection: _Connection, question: Any, waiting: Waiting, since: float) -> None:
+        reply = lambda answer: self._reply(connection, question, answer, [], since)  # noqa: E731
+        ticket = connection.parked = Ticket(self.parking, question.id, waiting, reply)
+        self.parking.park(ticket)
+        if connection.closed:  # before it could see that something is parked
+            self.parking.drop(ticket)
+
+    def _reply(self, connection: _Connection, question: Any, answer: m.Message, out: list[int], since: float) -> None:
+        """Never raises."""
+        peer = connection.peer
+        assert peer is not None
+        asked = not isinstance(question, m.Release) or question.tell
+        if asked and not self._send(connection, answer, out):
+            self.verbs.undo(peer, answer)
         self.note(peer, question, answer, time.monotonic() - since)
         self._arm(connection)
 
@@ -399,19 +425,22 @@ class Server:
         """Count a question that has been answered: nobody waits for this. Never raises."""
         try:
             if self.metrics is not None:
-                count(self.metrics, peer, question, answer, seconds)
+                counting.count(self.metrics, peer, question, answer, seconds)
         except Exception:  # noqa: BLE001 (metrics must not end the service)
             _LOG.exception("a question could not be counted")
 
-    def _send(self, connection: _Connection, answer: m.Message, fds: list[int]) -> None:
+    def _send(self, connection: _Connection, answer: m.Message, fds: list[int]) -> bool:
+        """False, and the connection is closed, if it does not take its answers, or is gone."""
         data = m.encode(answer)
         if len(data) > limits.message_bytes_max:
-            data = m.encode(m.failure(answer.id, ServiceBusy("the answer is longer than a message; ask for less")))
+            data = m.encode(failure(answer.id, ServiceBusy("the answer is longer than a message; ask for less")))
             fds = []
         try:
             sockets.send(connection.sock, data, fds, socket.MSG_DONTWAIT)
-        except OSError:  # it does not take its answers, or is gone
+        except OSError:
             self._close(connection)
+            return False
+        return True
 
 
 def _tenant_of(peer: Peer | None, question: Any) -> bytes:
@@ -419,27 +448,3 @@ def _tenant_of(peer: Peer | None, question: Any) -> bytes:
     assert peer is not None
     number = getattr(question, "space", -1)
     return peer.spaces[number].tenant_id if 0 <= number < len(peer.spaces) else peer.token
-
-
-_READ_NAMES = tuple(status.name.lower() for status in BlockStatus)
-_WRITE_NAMES = tuple(status.name.lower() for status in WriteStatus)
-
-
-def count(metrics: Metrics, peer: Peer, question: Any, answer: m.Message, seconds: float) -> None:
-    """Metrics of one question, at its completion."""
-    verb = type(question).__name__.lower()
-    metrics.call(verb, "error" if isinstance(answer, m.Failed) else "ok", seconds)
-    if isinstance(answer, m.Count):
-        space = peer.space(question.space)
-        metrics.lookups(space.tenant, len(question.keys) // limits.key_bytes, answer.count)
-    if not isinstance(answer, m.Fetched | m.Delivered | m.Written):
-        return
-    space = peer.space(question.space)
-    names = _WRITE_NAMES if isinstance(answer, m.Written) else _READ_NAMES
-    memory = 0 if isinstance(answer, m.Written) else answer.from_memory
-    amounts = np.bincount(np.frombuffer(answer.statuses, np.uint8), minlength=len(names))
-    for name, blocks in zip(names, amounts.tolist(), strict=False):
-        in_memory = memory if name == "found" else 0
-        for tier, amount in (("memory", in_memory), ("none" if name == "missing" else "disk", blocks - in_memory)):
-            if amount > 0:
-                metrics.blocks(verb, space.tenant, tier, name, amount, amount * space.layout.block_bytes)

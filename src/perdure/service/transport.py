@@ -25,6 +25,7 @@ from perdure import limits
 from perdure.errors import ProtocolError, ServiceBusy, ServiceUnavailable, StoreClosed
 from perdure.io.shared import closing
 from perdure.service import messages as m
+from perdure.service.fields import raise_failure
 
 
 class Late(Exception):
@@ -120,7 +121,7 @@ class Transport:
         try:
             answer = self._greet(channel, until)
             if isinstance(answer, m.Failed):
-                m.raise_failure(answer)
+                raise_failure(answer)
             if not isinstance(answer, m.Welcome):
                 raise ProtocolError(f"{self.where}: the service did not welcome us ({type(answer).__name__})")
         except (Late, TimeoutError):
@@ -186,7 +187,7 @@ class Transport:
         try:
             with closing(fds):
                 if isinstance(answer, m.Failed):
-                    m.raise_failure(answer)
+                    raise_failure(answer)
                 if receive is not None:
                     receive(answer, fds)
         except BaseException:
@@ -229,7 +230,7 @@ class Transport:
             channel.send(m.encode(m.Join(0, run.welcome.client)), until=deadline)
             answer = self._receive(channel, 0, deadline, [])
             if isinstance(answer, m.Failed):
-                m.raise_failure(answer)
+                raise_failure(answer)
         except BaseException as error:
             channel.close()
             if isinstance(error, TimeoutError):
@@ -247,7 +248,7 @@ class Transport:
 
     def give(self, run: Run, channel: Channel, *, payload: bool = False) -> None:
         with self._lock:
-            kept = not run.ended.is_set()
+            kept = not run.ended.is_set() and len(run.idle[payload]) < limits.connections_idle_max
             if kept:
                 run.idle[payload].append(channel)
         if not kept:

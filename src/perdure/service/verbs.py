@@ -9,17 +9,22 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
 from perdure import limits
-from perdure.errors import InvalidArgument, ProtocolError, ServiceBusy
+from perdure.catalog.api import Lease
+from perdure.errors import CatalogError, InvalidArgument, ProtocolError, ServiceBusy
+from perdure.flight import Wish
 from perdure.keyspace import Keyspace
 from perdure.reports import ReadReport, WriteStatus
 from perdure.segments.landing import BlockStatus
 from perdure.service import messages as m
 from perdure.service.domains import Domain, Domains
+from perdure.service.fields import NO_SLOT, extents_of, identity_of, keys_of, lease_of, pack_lease
 from perdure.service.nixl_node import Far, Mover
 from perdure.service.peers import Peer, Ring, found_slots
 from perdure.service.regions import LentRegion, Region, register
@@ -29,7 +34,17 @@ from perdure.viewing import fetch
 
 _CLIENTS_TOLD_MAX = 200  # so that the answer fits a message
 
-Reply = tuple[m.Message, list[int]]
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Waiting:
+    """A question that cannot be answered yet. `answer_of` makes the answer of what the wish came to."""
+
+    wish: Wish
+    until: float
+    answer_of: Callable[[Any], m.Message]
+
+
+Reply = tuple[m.Message | Waiting, list[int]]
 
 READING = (m.Fetch, m.Read, m.Explain, m.ExplainPrefix, m.Settled)
 WRITING = (m.Write, m.Sync, m.Reserve, m.EndLease, m.Pin, m.Unpin, m.OpenSpace, m.Region, m.SessionAsk)
@@ -44,8 +59,8 @@ class Verbs:
             m.OpenSpace: self._open_space, m.Attach: self._attach, m.Lookup: self._lookup, m.Present: self._present,
             m.Fetch: self._fetch, m.Release: self._release, m.Read: self._read, m.Settled: self._settled,
             m.Region: self._region, m.Unregister: self._unregister, m.Write: self._write, m.Reserve: self._reserve,
-            m.EndLease: self._end_lease, m.Pin: self._pin, m.Unpin: self._unpin, m.Hint: self._hint,
-            m.Advise: self._advise, m.Status: self._tell_status, m.Explain: self._explain,
+            m.Follow: self._follow, m.EndLease: self._end_lease, m.Pin: self._pin, m.Unpin: self._unpin,
+            m.Hint: self._hint, m.Advise: self._advise, m.Status: self._tell_status, m.Explain: self._explain,
             m.ExplainPrefix: self._explain_prefix, m.Sync: self._sync, m.SessionAsk: self._session,
         }  # fmt: skip
 
@@ -66,7 +81,7 @@ class Verbs:
 
     # --- keyspaces and maps
     def _open_space(self, peer: Peer, q: m.OpenSpace) -> Reply:
-        identity = m.identity_of(q)
+        identity = identity_of(q)
         space = self._store.keyspace(
             model=identity.model, weights=identity.weights, layout=identity.layout, tenant=q.tenant,
             lora=identity.lora, draft=identity.draft, codec=q.codec or None,
@@ -141,13 +156,13 @@ class Verbs:
 
     # --- asking
     def _lookup(self, peer: Peer, q: m.Lookup) -> Reply:
-        return m.Count(q.id, peer.space(q.space).lookup(m.keys_of(q.keys))), []
+        return m.Count(q.id, peer.space(q.space).lookup(keys_of(q.keys))), []
 
     def _present(self, peer: Peer, q: m.Present) -> Reply:
-        return m.Mask(q.id, peer.space(q.space).present(m.keys_of(q.keys)).tobytes()), []
+        return m.Mask(q.id, peer.space(q.space).present(keys_of(q.keys)).tobytes()), []
 
     def _advise(self, peer: Peer, q: m.Advise) -> Reply:
-        a = peer.space(q.space).advise(m.keys_of(q.keys), prefill_tokens_per_s=q.prefill_tokens_per_s)
+        a = peer.space(q.space).advise(keys_of(q.keys), prefill_tokens_per_s=q.prefill_tokens_per_s)
         return m.Advised(q.id, a.blocks, a.load_s, a.recompute_s, a.reason), []
 
     def _tell_status(self, peer: Peer, q: m.Status) -> Reply:
@@ -176,7 +191,7 @@ class Verbs:
 
     # --- moving blocks
     def _fetch(self, peer: Peer, q: m.Fetch, left_s: float) -> Reply:
-        space, keys = peer.space(q.space), m.keys_of(q.keys)
+        space, keys = peer.space(q.space), keys_of(q.keys)
         nbytes = len(keys) * space.layout.block_bytes
         if nbytes > fetch_bytes(self._store) and len(keys) > 1:
             raise ProtocolError(f"{nbytes} bytes in one fetch, at most {fetch_bytes(self._store)}")
@@ -192,7 +207,7 @@ class Verbs:
         except BaseException:
             peer.break_promise(nbytes)
             raise
-        packed = np.full(len(keys), m.NO_SLOT, np.uint64)
+        packed = np.full(len(keys), NO_SLOT, np.uint64)
         if not peer.grant(q.grant, found_slots(got.slots, packed), nbytes, q.view_s):
             raise ProtocolError(f"grant {q.grant} is in use")
         self._domains.settle()
@@ -205,8 +220,8 @@ class Verbs:
         return m.Answered(q.id, peer.end_grants(q.grants)), []
 
     def _read(self, peer: Peer, q: m.Read, left_s: float) -> Reply:
-        space, keys, region = peer.space(q.space), m.keys_of(q.keys), peer.region(q.region)
-        blocks = m.extents_of(q.extents, q.parts, len(keys), space.layout.block_bytes, region.nbytes)
+        space, keys, region = peer.space(q.space), keys_of(q.keys), peer.region(q.region)
+        blocks = extents_of(q.extents, q.parts, len(keys), space.layout.block_bytes, region.nbytes)
         parts, lease = region.take(blocks, filled=False)
         report: ReadReport | None = None
         try:
@@ -234,13 +249,13 @@ class Verbs:
         return m.Answered(q.id, settled), []
 
     def _write(self, peer: Peer, q: m.Write, left_s: float) -> Reply:
-        space, keys, region = peer.space(q.space), m.keys_of(q.keys), peer.region(q.region)
-        blocks = m.extents_of(q.extents, q.parts, len(keys), space.layout.block_bytes, region.nbytes)
+        space, keys, region = peer.space(q.space), keys_of(q.keys), peer.region(q.region)
+        blocks = extents_of(q.extents, q.parts, len(keys), space.layout.block_bytes, region.nbytes)
         parts, lease = region.take(blocks, filled=True)
         try:
             report = space.write(
                 keys, parts, durability=q.durability, ttl_s=q.ttl_s, deadline_s=left_s,
-                lease=None if q.lease is None else m.lease_of(q.lease),
+                lease=None if q.lease is None else lease_of(q.lease),
             )  # fmt: skip
         finally:
             if lease is not None:
@@ -284,18 +299,35 @@ class Verbs:
 
     # --- lifetimes
     def _reserve(self, peer: Peer, q: m.Reserve) -> Reply:
-        lease = peer.space(q.space).reserve(m.keys_of(q.keys), ttl_s=q.ttl_s)
-        if lease is not None:
-            peer.hold(lease)
-        return m.Leased(q.id, None if lease is None else m.pack_lease(lease)), []
+        wish = peer.space(q.space).reservation(keys_of(q.keys), q.ttl_s)
+
+        def answer_of(lease: Lease | None) -> m.Message:
+            if lease is not None:
+                peer.hold(lease)
+            return m.Leased(q.id, None if lease is None else pack_lease(lease))
+
+        until = _wait_until(peer, q)
+        return Waiting(wish, until, answer_of) if until else answer_of(wish.acquire()), []
+
+    def _follow(self, peer: Peer, q: m.Follow) -> Reply:
+        wish = peer.space(q.space).following(keys_of(q.keys), q.known)
+        return Waiting(wish, _wait_until(peer, q), lambda found: m.Count(q.id, found)), []
+
+    def undo(self, peer: Peer, answer: m.Message) -> None:
+        """The answer did not reach the client: nobody knows of the lease in it."""
+        if isinstance(answer, m.Leased) and answer.lease is not None:
+            lease = lease_of(answer.lease)
+            peer.drop(lease)
+            with suppress(CatalogError):  # it ends by itself
+                self._core.leases.release(lease)
 
     def _end_lease(self, peer: Peer, q: m.EndLease) -> Reply:
-        lease = m.lease_of(q.lease)
+        lease = lease_of(q.lease)
         peer.drop(lease)
-        return m.Answered(q.id, self._core.control.release(lease)), []
+        return m.Answered(q.id, self._core.leases.release(lease)), []
 
     def _pin(self, peer: Peer, q: m.Pin) -> Reply:
-        pin = peer.space(q.space).pin(m.keys_of(q.keys), ttl_s=q.ttl_s)
+        pin = peer.space(q.space).pin(keys_of(q.keys), ttl_s=q.ttl_s)
         number = peer.number()
         peer.pins[number] = pin
         if peer.ended:
@@ -308,8 +340,17 @@ class Verbs:
 
     def _hint(self, peer: Peer, q: m.Hint) -> Reply:
         space: Keyspace = peer.space(q.space)
-        space.release(m.keys_of(q.keys))
+        space.release(keys_of(q.keys))
         return m.Answered(q.id, True), []
+
+
+def _wait_until(peer: Peer, q: m.Reserve | m.Follow) -> float:
+    """When to answer at the latest, on this host's CLOCK_MONOTONIC; 0: at once."""
+    now = time.monotonic()
+    left_s = q.left_s if peer.remote else q.until_s and q.until_s - now
+    if not left_s <= limits.deadline_s_max or q.left_s < 0:
+        raise ProtocolError(f"until_s={q.until_s}, left_s={q.left_s}: no reading of this host's clock, or no seconds")
+    return now + left_s if left_s else 0.0
 
 
 def fetch_bytes(store: Store) -> int:
@@ -319,10 +360,10 @@ def fetch_bytes(store: Store) -> int:
 
 def _too_late(question: m.Fetch | m.Read | m.Write) -> m.Message:
     """The answer to what was read after its deadline: nobody waits for it, and its memory may be in other use."""
-    count = len(m.keys_of(question.keys))
+    count = len(keys_of(question.keys))
     if isinstance(question, m.Write):
         return m.Written(question.id, bytes([WriteStatus.LATE]) * count, 0, 0, {})
     late = bytes([BlockStatus.LATE]) * count
     if isinstance(question, m.Read):
         return m.Delivered(question.id, late, 0, {}, 0)
-    return m.Fetched(question.id, late, np.full(count, m.NO_SLOT, np.uint64).tobytes(), 0, {}, [])
+    return m.Fetched(question.id, late, np.full(count, NO_SLOT, np.uint64).tobytes(), 0, {}, [])
