@@ -45,6 +45,7 @@ LAYERS = [
     {  # the store and the parts it is put together from
         "store",
         "session",
+        "admission",
         "core",
         "directory",
         "encoding",
@@ -55,6 +56,7 @@ LAYERS = [
         "rates",
         "reading",
         "reports",
+        "reuse",
         "publishing",
         "writing",
     },
