@@ -21,7 +21,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from perdure import limits
-from perdure.catalog.api import Durability, KeyArray
+from perdure.catalog.api import Durability, KeyArray, fingerprints
 from perdure.errors import InvalidArgument, PerdureError
 from perdure.reuse import Reuse
 
@@ -30,9 +30,9 @@ if TYPE_CHECKING:
 
 _GB: Final = 1e9
 _DEPTH_TOKENS: Final = (2_048, 8_192, 32_768)  # bounds of depth classes, each 4 times the last
-_STORED: Final = ("new", "short", "medium", "long")  # what was stored in front of the call's new blocks
+_FRONT: Final = ("new", "short", "medium", "long", "again")  # stored in front; "again": the block was offered before
 _BEHIND: Final = ("near", "middle", "far", "deep")  # how far a block lies behind the first new one
-CLASSES: Final = tuple(f"{stored}/{behind}" for stored in _STORED for behind in _BEHIND)
+CLASSES: Final = tuple(f"{front}/{behind}" for front in _FRONT for behind in _BEHIND)
 
 
 @dataclass(frozen=True, slots=True)
@@ -169,6 +169,7 @@ class ValueGate(Gate):
         self._kept_s = kept_s
         self._reuse = Reuse(len(CLASSES), now_s)
         self._heads: dict[bytes, int] = {}  # the block after a prefix that was found -> blocks of the prefix
+        self._seen: NDArray[np.uint64] | None = None  # fingerprints offered lately, each at its place by its value
         self._lock = threading.Lock()
         self._admitted, self._refused = (np.zeros(len(CLASSES), np.int64) for _ in range(2))
 
@@ -208,14 +209,20 @@ class ValueGate(Gate):
         return [(same, why), (np.setdiff1d(behind, same), f"behind a refused block ({why})")]
 
     def classes(self, request: AdmissionRequest) -> NDArray[np.intp]:
-        """Class of each block: by how much is stored in front of the first new one, and how far behind that it lies."""
-        positions = request.positions
+        """Class of each block: by how much is stored in front of the first new one, or whether the block was offered
+        before (and refused or evicted), and by how far behind the first one it lies. Remembers that it was offered."""
+        positions, prints = request.positions, fingerprints(request.keys)
+        slots = prints % np.uint64(limits.admission_seen_entries)
         with self._lock:
+            if self._seen is None:
+                self._seen = np.zeros(limits.admission_seen_entries, np.uint64)
             stored = self._heads.get(request.keys[0].tobytes(), 0)
+            again = self._seen[slots] == prints
+            self._seen[slots] = prints
         tokens = max(stored, int(positions[0])) * self._block_tokens
         front = int(np.searchsorted(_DEPTH_TOKENS, tokens, side="right"))
         behind = np.searchsorted(_DEPTH_TOKENS, (positions - positions[0]) * self._block_tokens, side="right")
-        classes: NDArray[np.intp] = front * len(_BEHIND) + behind
+        classes: NDArray[np.intp] = np.where(again, _FRONT.index("again"), front) * len(_BEHIND) + behind
         return classes
 
     def _costs(self) -> tuple[float, float]:

@@ -75,11 +75,12 @@ lent_bytes_min: Final = 128 * MIB  # staging and rings of engines may take so mu
 adapter_staging_bytes_max: Final = 64 * MIB  # what an engine adapter gathers or scatters at a time; two at once
 
 # --- admission ------------------------------------------------------------------------------------------------
-admission_sample_keys_max: Final = 4096  # per keyspace: 0.5 MB, and an estimate of 50 us
+admission_sample_keys_max: Final = 4096  # per keyspace: below 1 MB, and 0.5 ms for an estimate, at most one a second
 admission_sample_factor: Final = 8  # at most every eighth key, so that most questions meet none
 admission_survivors_keys_min: Final = 64  # standard error of a probability of 0.1: 0.04
 admission_heads_entries_max: Final = 4096
-admission_own_request_s: Final = 1.0  # one request asks several times; agents and people come back later
+admission_seen_entries: Final = 1 << 17  # 1 MiB per keyspace
+admission_own_request_s: Final = 1.0  # one request asks several times; 99 % of agents' pauses are 2 s or more
 admission_patience_s: Final = 256.0  # by then about three quarters of what is reused has been (chat: 300 s, 79 %)
 admission_half_life_s: Final = 3600.0
 admission_age_s_max: Final = 2**14  # 4.5 h: older is never; p99 of the gap is 1,710 s (chat)
