@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from support.served import serving
 
 import perdure
 from perdure import limits
@@ -21,7 +22,10 @@ from perdure.errors import ConfigError, InvalidArgument, PerdureError
 from perdure.reports import WriteStatus
 from perdure.reuse import Reuse
 from perdure.service import settings
+from perdure.service.process import Readiness
+from perdure.service.server import shared_pool
 from perdure.store import Seams, Store
+from perdure.testing.transport import until
 
 TOKENS, BYTES = 16, 4096
 LONG_S = 2 * limits.admission_patience_s
@@ -260,13 +264,26 @@ def test_a_refused_block_refuses_what_follows_it(time: Time) -> None:
 
 
 def test_what_is_stored_in_front_makes_the_class(time: Time) -> None:
-    value = gate(time)
     names = keys(600)
-    value.asked(names, found=500)  # 8,000 tokens
-    assert {CLASSES[kind] for kind in value.classes(request(names[500:]))} == {"short/near"}
-    assert CLASSES[value.classes(request(names[512:], first=512))[0]] == "medium/near"
-    assert CLASSES[value.classes(request(names))[-1]] == "new/far"
-    assert CLASSES[value.classes(request(names[1:], first=1))[-1]] == "new/far"
+
+    def classes(question: perdure.AdmissionRequest, found: int = 0) -> list[str]:
+        value = gate(time)
+        value.asked(names, found)
+        return [CLASSES[kind] for kind in value.classes(question)]
+
+    assert set(classes(request(names[500:]), found=500)) == {"short/near"}  # behind 8,000 tokens
+    assert classes(request(names[512:], first=512))[0] == "medium/near"
+    assert classes(request(names))[-1] == "new/far"
+    assert classes(request(names[1:], first=1))[-1] == "new/far"
+    assert classes(request(names[1:], first=1), found=500)[-1] == "new/far"  # found behind another prefix
+
+
+def test_what_was_offered_before_has_a_class_of_its_own(time: Time) -> None:
+    value = gate(time)
+    names = keys(10)
+    value.refusals(request(names[:4]))
+    assert [CLASSES[kind] for kind in value.classes(request(names))] == ["again/near"] * 4 + ["new/near"] * 6
+    assert {CLASSES[kind] for kind in value.classes(request(names))} == {"again/near"}
 
 
 def test_prefixes_are_remembered_up_to_a_bound(time: Time) -> None:
@@ -345,7 +362,11 @@ def opened(path: Path, clock: FakeClock, **options: Any) -> closing[Store]:
     return closing(perdure.open(path, capacity="64MiB", memory=0, seams=Seams(clock=clock), **options))
 
 
-def keyspace(store: Store, tenant: str = "t") -> perdure.Keyspace:
+def clocked(clock: FakeClock) -> Seams:
+    return Seams(clock=clock, pool=shared_pool)
+
+
+def keyspace(store: Any, tenant: str = "t") -> Any:
     layout = perdure.KVLayout(block_tokens=TOKENS, block_bytes=BYTES, dtype="bfloat16", order="layer,kv,head,token,dim")
     return store.keyspace(model="m", weights="sha256:00", layout=layout, tenant=tenant)
 
@@ -355,37 +376,39 @@ def clock() -> Iterator[FakeClock]:
     return FakeClock()
 
 
-def write(space: perdure.Keyspace, names: KeyArray) -> perdure.WriteReport:
+def write(space: Any, names: KeyArray) -> perdure.WriteReport:
     return space.write(names, np.zeros(len(names) * BYTES, np.uint8), durability="ephemeral")
 
 
 def test_a_store_learns_refuses_and_tells(tmp_path: Path, clock: FakeClock) -> None:
     with opened(tmp_path, clock, admission=perdure.ValueAdmission(survivors_min=8)) as store:
         space = keyspace(store)
-        first = space.chain(np.arange(TOKENS * 200, dtype=np.uint32))
-        assert write(space, first).stored == 200
+        first, second = keys(100), keys(100, 2)
+        assert write(space, first).stored == 100
         clock.advance(LONG_S)
-        second = space.chain(np.arange(TOKENS * 100, dtype=np.uint32) + 7)
         report = write(space, second)
         assert (report.statuses == WriteStatus.REJECTED).all()
         assert report.reasons[0].startswith("value: reuse 0.00 of class new/near")
         assert space.lookup(second) == 0
-        assert space.lookup(first) == 200
-        assert write(space, first).count(WriteStatus.EXISTS) == 200  # what is stored is never refused
+        assert space.lookup(first) == 100
+        assert write(space, first).count(WriteStatus.EXISTS) == 100  # what is stored is never refused
         told = store.status()["admission"]
         assert told["policy"] == "value"
         assert told["keyspaces"][space.digest.hex()]["classes"]["new/near"]["refused"] == 100
 
 
 def test_reading_is_asking(tmp_path: Path, clock: FakeClock) -> None:
-    with opened(tmp_path, clock, admission=perdure.ValueAdmission(survivors_min=1)) as store:
-        space = keyspace(store)
-        names = space.chain(np.arange(TOKENS * 200, dtype=np.uint32))
-        write(space, names)
-        clock.advance(10.0)
-        space.read(names, np.zeros(200 * BYTES, np.uint8))
-        clock.advance(LONG_S)
-        assert write(space, space.chain(np.arange(TOKENS * 20, dtype=np.uint32) + 7)).stored == 20
+    """A third of the blocks is read, which is enough; `present` asks for none."""
+    for asked, stored in ((40, 20), (0, 0)):
+        with opened(tmp_path / str(asked), clock, admission=perdure.ValueAdmission(survivors_min=8)) as store:
+            space = keyspace(store)
+            names = keys(120)
+            write(space, names)
+            clock.advance(10.0)
+            space.read(names[:asked], np.zeros(asked * BYTES, np.uint8))
+            space.present(names)
+            clock.advance(LONG_S)
+            assert write(space, keys(20, 2)).stored == stored
 
 
 def test_keyspaces_of_one_name_learn_together_and_others_apart(tmp_path: Path, clock: FakeClock) -> None:
@@ -443,6 +466,33 @@ def test_the_gate_of_always_keeps_nothing() -> None:
     admitting.advised(1.0)
     assert (admitting.refusals(request(keys(3))), admitting.status()) == ([], {})
     assert Admissions("always", Time(), lambda: math.inf).status() == {"policy": "always", "keyspaces": {}}
+
+
+# --- in the service -------------------------------------------------------------------------------------------
+
+
+def test_reads_without_a_message_are_learned_from(tmp_path: Path, clock: FakeClock) -> None:
+    with (
+        serving(tmp_path / "s", admission=perdure.ValueAdmission(survivors_min=8), seams=clocked(clock)) as (store, _),
+        perdure.connect(tmp_path / "s") as client,
+    ):
+        space, names = keyspace(client), keys(100)
+        assert write(space, names).stored == 100
+        space.read(names[:1], np.zeros(BYTES, np.uint8))  # maps are brought up to date
+        clock.advance(10.0)
+        before = client.transport.messages
+        space.read(names[:40], np.zeros(40 * BYTES, np.uint8))
+        assert client.transport.messages == before
+        until(lambda: store.status()["counters"].get("blocks_read_unasked", 0) >= 40)
+        clock.advance(LONG_S)
+        assert write(space, keys(20, 2)).stored == 20
+        told = client.status()["admission"]["keyspaces"][space.digest.hex()]["classes"]["new/near"]
+        assert told["probability"] == pytest.approx(0.4, abs=0.02)
+
+
+def test_a_service_that_stores_nothing_is_ready_all_the_same(tmp_path: Path) -> None:
+    with closing(perdure.open(tmp_path, capacity="64MiB", memory=0, admission="never")) as store:
+        assert Readiness(store).probe() is None
 
 
 # --- the service's setting ------------------------------------------------------------------------------------
