@@ -18,6 +18,9 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from perdure.admission import AdmissionPrices as AdmissionPrices
+    from perdure.admission import AdmissionRequest as AdmissionRequest
+    from perdure.admission import ValueAdmission as ValueAdmission
     from perdure.catalog.api import Durability as Durability
     from perdure.catalog.api import Lease as Lease
     from perdure.errors import BufferMismatch as BufferMismatch
@@ -48,11 +51,11 @@ if TYPE_CHECKING:
     from perdure.store import Store as Store
     from perdure.store import open as open  # noqa: A004
     from perdure.store import rebuild as rebuild
-    from perdure.writing import AdmissionRequest as AdmissionRequest
 
 __version__ = "0.1.0"
 
 _HOME = {
+    "admission": ("AdmissionPrices", "AdmissionRequest", "ValueAdmission"),
     "catalog.api": ("Durability", "Lease"),
     "errors": (
         "BufferMismatch", "CatalogError", "FormatError", "InvalidArgument", "PerdureError", "ProtocolError",
@@ -66,7 +69,6 @@ _HOME = {
     "service.client": ("RemoteStore", "connect"),
     "segments.landing": ("BlockStatus",),
     "store": ("Seams", "Store", "open", "rebuild"),
-    "writing": ("AdmissionRequest",),
 }  # fmt: skip
 _MODULE_OF = {name: module for module, names in _HOME.items() for name in names}
 

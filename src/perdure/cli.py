@@ -202,6 +202,18 @@ def bench_storm(directory: Path, quick: bool, as_json: bool) -> None:
     _print_report(storm.run(directory, quick=quick, json=as_json), as_json)
 
 
+@bench.command("policy")
+@_bench_options
+@click.option("--traces", type=_DIRECTORY, envvar="PERDURE_TRACES", metavar="DIR",
+              help="Folder of the public traces (or PERDURE_TRACES); without it a made-up one.")  # fmt: skip
+def bench_policy(directory: Path, quick: bool, as_json: bool, traces: Path | None) -> None:
+    """What is kept against Belady's optimum, and what is written against writing everything: traces, replayed."""
+    from perdure.benchmarks import policy
+
+    directory.mkdir(parents=True, exist_ok=True)
+    _print_report(policy.run(directory, traces=traces, quick=quick, json=as_json), as_json)
+
+
 @main.command()
 @click.argument("directory", metavar="DIR", type=_DIRECTORY)
 @_JSON

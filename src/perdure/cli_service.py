@@ -30,6 +30,7 @@ _FLAGS = (  # option, metavar, help; the key is the option's name. Values are ch
     ("--metrics", "HOST:PORT", "Address of /metrics, /healthz, /readyz; empty: off."),
     ("--mirror", "DIR", "Second directory, for retained blocks."),
     ("--codec", "MODE", "Lossless compression: auto, on, off."),
+    ("--admission", "MODE", "Which blocks are stored: always, never, value (reuse against wear)."),
     ("--cpus", "LIST", "CPUs the service may use, for example 0-3,7."),
     ("--nice", "NUMBER", "Scheduling priority, -20 to 19."),
     ("--log-level", "LEVEL", "debug, info, warning or error."),

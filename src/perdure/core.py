@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import threading
 from collections import Counter, deque
 from collections.abc import Callable, Iterator
@@ -267,6 +268,11 @@ class Core:
     def expiry_now(self) -> int:
         """Seconds since 1970 for expiry decisions; 0 (nothing expires) while the wall clock is in doubt."""
         return 0 if self.steady.paused else int(self.steady.now())
+
+    def kept_s(self) -> float:
+        """How long a block nobody uses is kept, by what was evicted last; infinite before anything was."""
+        cut = self.reclaimer.cut_tick
+        return max(0, self.tick() - cut) * limits.recency_tick_s if cut else math.inf
 
     def tick(self) -> int:
         """Recency now, in `limits.recency_tick_s` since the store was created."""

@@ -19,6 +19,7 @@ from numpy.typing import ArrayLike, NDArray
 
 from perdure import flight, limits, reading, writing
 from perdure import keys as naming
+from perdure.admission import Admissions
 from perdure.buffers import as_blocks
 from perdure.catalog.api import Durability, KeyArray, Lease, fingerprints
 from perdure.core import Core
@@ -27,7 +28,7 @@ from perdure.errors import InvalidArgument, ReadOnlyStore
 from perdure.reports import ReadReport, WriteReport
 from perdure.segments.format import record_bytes
 from perdure.session import Scope, SessionVerbs
-from perdure.writing import AdmissionHook, Terms
+from perdure.writing import Terms
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,7 +68,7 @@ class Keyspace(SessionVerbs):
         tenant: str,
         identity: naming.KeyspaceIdentity,
         codec: str,
-        admission: AdmissionHook | None,
+        admissions: Admissions,
     ):
         secret = naming.tenant_secret(core.root_secret, tenant)
         digests = naming.keyspace_digests(secret, identity)
@@ -75,7 +76,7 @@ class Keyspace(SessionVerbs):
         self.tenant, self.identity, self.layout = tenant, identity, identity.layout
         self.tenant_id = naming.tenant_id(secret)
         self.digest, self.shared_digest = digests.digest, digests.shared
-        self.codec, self.admission = Encoder(codec, identity.layout.element_bytes), admission
+        self.codec, self.admission = Encoder(codec, identity.layout.element_bytes), admissions.of(self)
         need = record_bytes(self.layout.block_bytes)
         if not core.read_only and need > core.writer.segment_bytes:
             raise InvalidArgument(
@@ -103,7 +104,10 @@ class Keyspace(SessionVerbs):
     def lookup(self, keys: KeyArray | Sequence[bytes]) -> int:
         """Leading blocks that can be used. Reads no data: `read` has the last word."""
         self._check()
-        return reading.lookup(self._core, naming.check_keys(keys))
+        array = naming.check_keys(keys)
+        found = reading.lookup(self._core, array)
+        self.admission.asked(array, found)
+        return found
 
     def present(self, keys: KeyArray | Sequence[bytes]) -> NDArray[np.bool_]:
         """Which blocks are stored, per key."""
@@ -116,6 +120,7 @@ class Keyspace(SessionVerbs):
         prefill_tokens_per_s: what the engine computes. Before the first read nothing is known, and loading is advised.
         """
         check_seconds(prefill_tokens_per_s, "prefill_tokens_per_s", math.inf)
+        self.admission.advised(prefill_tokens_per_s)
         found, rate = self.lookup(keys), self._core.rates.disk_read
         recompute = found * self.layout.block_tokens / prefill_tokens_per_s
         if not rate.calls:

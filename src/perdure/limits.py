@@ -74,6 +74,17 @@ huge_page_bytes: Final = 2 * MIB
 lent_bytes_min: Final = 128 * MIB  # staging and rings of engines may take so much beyond a small pool
 adapter_staging_bytes_max: Final = 64 * MIB  # what an engine adapter gathers or scatters at a time; two at once
 
+# --- admission ------------------------------------------------------------------------------------------------
+admission_sample_keys_max: Final = 4096  # per keyspace: below 1 MB, and 0.5 ms for an estimate, at most one a second
+admission_sample_factor: Final = 8  # at most every eighth key, so that most questions meet none
+admission_survivors_keys_min: Final = 64  # standard error of a probability of 0.1: 0.04
+admission_heads_entries_max: Final = 4096
+admission_seen_entries: Final = 1 << 17  # 1 MiB per keyspace
+admission_own_request_s: Final = 1.0  # one request asks several times; 99 % of agents' pauses are 2 s or more
+admission_patience_s: Final = 256.0  # by then about three quarters of what is reused has been (chat: 300 s, 79 %)
+admission_half_life_s: Final = 3600.0
+admission_age_s_max: Final = 2**14  # 4.5 h: older is never; p99 of the gap is 1,710 s (chat)
+
 # --- service --------------------------------------------------------------------------------------------------
 wire_version: Final = 2
 message_bytes_max: Final = 128 * KIB  # of one datagram; longer batches are cut by the client
@@ -172,6 +183,7 @@ _check(recency_tick_s < recency_flush_s, "recency is flushed less often than it 
 _check(message_keys_max * (key_bytes + 16) + 16 * KIB <= message_bytes_max, "keys and their extents fit a message")
 _check(message_extents_max * 16 + message_keys_max // 2 * (key_bytes + 4) <= message_bytes_max, "extents fit a message")
 _check(4 * message_tokens_max + 4 * KIB <= message_bytes_max, "tokens fit a message")
+_check(admission_patience_s < admission_age_s_max, "patience ends within the ages told apart")
 _check(service_data_threads_max < service_threads, "some threads are left for questions")
 _check(beat_s <= 0.1, "touches are drained at least ten times a second")
 _check(staging_bytes_max >= block_bytes_max, "a largest block fits the staging")

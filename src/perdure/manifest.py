@@ -21,6 +21,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from perdure import limits
+from perdure.admission import Admissions
 from perdure.catalog.api import Durability, KeyArray, as_keys
 from perdure.core import Core
 from perdure.errors import PerdureError
@@ -51,6 +52,7 @@ class Manifests:
     def __init__(self, core: Core, check: Callable[[], None]):
         self._core, self._check = core, check
         self._spaces: dict[str, Keyspace] = {}
+        self._admissions = Admissions("always", core.clock.boottime, core.kept_s)  # whatever the blocks' own is
 
     def extend(self, tenant: str, root: bytes, blocks: int, keys: KeyArray, ttl_s: float) -> bytes:
         """The root of `blocks` blocks and then `keys`. Raises ManifestMissing, ManifestRefused."""
@@ -101,7 +103,14 @@ class Manifests:
     def _space(self, tenant: str) -> Keyspace:
         space = self._spaces.get(tenant)
         if space is None:
-            space = self._spaces[tenant] = Keyspace(self._core, self._check, tenant, _IDENTITY, "off", None)
+            space = self._spaces[tenant] = Keyspace(
+                self._core,
+                self._check,
+                tenant,
+                _IDENTITY,
+                "off",
+                Admissions("always", self._core.clock.boottime, self._core.kept_s),
+            )
         return space
 
     def _names(self, space: Keyspace, root: bytes, blocks: int) -> list[bytes]:

@@ -99,7 +99,8 @@ def read(
 
 
 def finish(core: Core, space: Keyspace, keys: KeyArray, report: ReadReport, started: float) -> None:
-    """Sums, recency and counters of a report whose statuses are final."""
+    """Sums, recency, counters and news for the admission, of a report whose statuses are final."""
+    space.admission.asked(keys)
     count, found = len(keys), report.statuses == _FOUND
     total = int(np.count_nonzero(found))
     report.usable = count if total == count else int(found.argmin())

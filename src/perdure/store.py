@@ -28,6 +28,7 @@ from typing import Any
 from numpy.typing import ArrayLike
 
 from perdure import directory, inspect, limits, session_admin
+from perdure.admission import Admission, Admissions, check
 from perdure.catalog.api import BlockIndex, ControlStore
 from perdure.catalog.lmdb import LmdbIndex
 from perdure.catalog.lmdb_control import LmdbControl
@@ -56,7 +57,6 @@ from perdure.segments.store import SegmentStore
 from perdure.segments.table import SegmentTable
 from perdure.segments.writer import SegmentWriter
 from perdure.session_heads import Sessions
-from perdure.writing import AdmissionHook
 
 _CAPACITY_DEFAULT = "20GiB"
 _CALL_THREADS = 4
@@ -88,13 +88,13 @@ class Store:
         memory: int | str,
         read_only: bool,
         mirror: str | os.PathLike[str] | None,
-        admission: AdmissionHook | None,
+        admission: Admission,
         codec: str,
         seams: Seams,
         drop_index: bool = False,
     ):
         self.path = Path(path)
-        self._admission, self._codec = admission, codec
+        self._codec = codec
         self._closed: str | None = None
         self._spaces: dict[bytes, Keyspace] = {}
         memory_bytes = parse_size(memory, "memory")
@@ -113,6 +113,7 @@ class Store:
             undo.pop_all()
         self._prefetcher = Prefetcher(self._core)
         self._core.sessions = Sessions(self._core, self._check, self._prefetcher)
+        self._admissions = Admissions(admission, self._core.clock.boottime, self._core.kept_s)
         self._keeper = Keeper(self._core)
         if not read_only:
             self._keeper.start()
@@ -203,7 +204,7 @@ class Store:
         """
         self._check()
         identity = KeyspaceIdentity(model, weights, layout, lora, draft)
-        space = Keyspace(self._core, self._check, tenant, identity, codec or self._codec, self._admission)
+        space = Keyspace(self._core, self._check, tenant, identity, codec or self._codec, self._admissions)
         inspect.register(self._core, space)
         self._spaces[space.digest] = space
         self._prefetcher.know(space)
@@ -226,6 +227,7 @@ class Store:
         self._check()
         answer = inspect.status(self._core)
         answer["codecs"] = {digest.hex(): space.codec.reason for digest, space in self._spaces.items()}
+        answer["admission"] = self._admissions.status()
         answer["background"] = {"ready": self._keeper.ready.is_set(), "last_error": self._keeper.last_error}
         return answer
 
@@ -309,16 +311,17 @@ def open(path: str | os.PathLike[str], **options: Any) -> Store:  # noqa: A001 (
     memory: bytes or text: DRAM tier of this process ("256MiB"); 0 switches it off.
     read_only: look and read beside a writer; nothing is changed.
     mirror: second directory, for `retained` durability.
-    admission: hook that decides which blocks are worth storing. codec: default of keyspaces ("auto", "on", "off").
+    admission: which blocks are worth storing: "always", "never", "value" (by expected value, learned; `ValueAdmission`
+    with other prices), or a function (`AdmissionRequest` -> mask). codec: default of keyspaces ("auto", "on", "off").
     seams: clock, files, engine and catalog wrappers, for tests and benchmarks.
 
     Raises StorePathError, FormatError, StoreLocked, CatalogError, InvalidArgument, UnknownOption.
     """
     refuse_unknown(options, _OPTIONS, "perdure.open")
-    if options.get("admission") is not None and not callable(options["admission"]):
-        raise InvalidArgument(f"admission={options['admission']!r}: pass a function, see AdmissionHook")
+    check(options.get("admission"))
     chosen: Mapping[str, Any] = {
-        "capacity": None, "memory": "256MiB", "read_only": False, "mirror": None, "admission": None, "codec": "auto",
+        "capacity": None, "memory": "256MiB", "read_only": False, "mirror": None, "admission": "always",
+        "codec": "auto",
     } | options  # fmt: skip
     return Store(path, **{"seams": Seams(), **chosen})
 
@@ -326,7 +329,7 @@ def open(path: str | os.PathLike[str], **options: Any) -> Store:  # noqa: A001 (
 def rebuild(path: str | os.PathLike[str], progress: Callable[[int, int], None] | None = None) -> dict[str, Any]:
     """Recreate the block index from the segments. The store must not be open. Returns its status afterwards."""
     store = Store(
-        path, capacity=None, memory=0, read_only=False, mirror=None, admission=None, codec="auto", seams=Seams(),
+        path, capacity=None, memory=0, read_only=False, mirror=None, admission="always", codec="auto", seams=Seams(),
         drop_index=True,
     )  # fmt: skip
     with store:

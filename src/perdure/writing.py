@@ -15,7 +15,7 @@ import dataclasses
 import errno
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -23,6 +23,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from perdure import limits
+from perdure.admission import AdmissionRequest
 from perdure.buffers import Parts, copy_parts
 from perdure.catalog.api import (
     RECORD,
@@ -34,7 +35,7 @@ from perdure.catalog.api import (
 )
 from perdure.catalog.codec import satisfies
 from perdure.core import Core
-from perdure.errors import CatalogError, PerdureError, StaleFence
+from perdure.errors import CatalogError, StaleFence
 from perdure.keys import key_list
 from perdure.publishing import Publication, commit, flush_pending, show
 from perdure.reports import WriteReport, WriteStatus
@@ -48,22 +49,6 @@ if TYPE_CHECKING:
 _CHUNK_BYTES = 64 * limits.MIB  # bounds the memory of one write for staging and encoding
 _FULL = {errno.ENOSPC, errno.EDQUOT}
 _ATTEMPTS_MAX = 3
-
-
-@dataclass(frozen=True, slots=True)
-class AdmissionRequest:
-    """What an admission hook is asked about: the blocks of one write that are not stored yet."""
-
-    tenant: str
-    model: str
-    keys: KeyArray
-    block_bytes: int
-    positions: NDArray[np.intp]  # in the write call: deeper blocks of a chain are reused less
-    durability: Durability
-
-
-AdmissionHook = Callable[[AdmissionRequest], NDArray[np.bool_]]
-"""Returns a mask: which of the blocks are worth storing."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -178,16 +163,16 @@ def _settle_duplicates(keys: KeyArray, report: WriteReport) -> None:
 def _admitted(
     core: Core, space: Keyspace, keys: KeyArray, todo: NDArray[np.intp], terms: Terms, report: WriteReport
 ) -> NDArray[np.intp]:
-    if space.admission is None or not len(todo):
+    if not len(todo):
         return todo
     request = AdmissionRequest(
         space.tenant, space.identity.model, keys[todo], space.layout.block_bytes, todo, terms.durability
     )
-    mask: NDArray[np.bool_] = np.asarray(space.admission(request), bool)
-    if mask.shape != todo.shape:
-        raise PerdureError(f"admission hook returned {mask.shape}, a mask of {todo.shape} is needed")
-    _refuse(report, todo[~mask], WriteStatus.REJECTED, "not admitted by the admission hook")
-    return todo[mask]
+    admitted = np.ones(len(todo), bool)
+    for places, why in space.admission.refusals(request):
+        _refuse(report, todo[places], WriteStatus.REJECTED, why)
+        admitted[places] = False
+    return todo[admitted]
 
 
 def _refuse(report: WriteReport, positions: NDArray[np.intp], status: WriteStatus, why: str) -> None:

@@ -91,6 +91,7 @@ class Reclaimer:
         self._before = before
         self._lock = threading.Lock()
         self.counters = ReclaimCounters()
+        self.cut_tick = 0  # recency below which blocks were given up last; 0: none yet, or only released ones
 
     def make_room(self, need: int, *, force: bool = False) -> bool:
         """Let `need` bytes fit below the capacity, or (`force`: the file system is full) give `need` bytes back.
@@ -168,6 +169,7 @@ class Reclaimer:
             cold = free >= _COLD_SHARE_MIN * sizes
             best = int(np.lexsort((warmth, -free, ~begun, ~cold))[0])
             if cold[best]:
+                self.cut_tick = cut
                 return candidates[best], cut
             if wanted / mean_bytes >= len(ranked):
                 return (candidates[best], cut) if free[best] > 0 else None

@@ -203,6 +203,8 @@ class Peer:
         if keys:
             array = as_keys(keys)
             self.core.touches.add(array, self.core.tick())
+            for gate in {space.admission for space in list(self.spaces)}:
+                gate.asked(array)
             self.core.pool.touch(array)
             self.core.counters.add(blocks_found_memory=len(keys), bytes_read=nbytes, blocks_read_unasked=len(keys))
 

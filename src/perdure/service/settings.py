@@ -133,6 +133,9 @@ class Settings(BaseSettings):
     )
     mirror: _File = Field(None, description="second directory, for retained blocks; write a path")
     codec: Literal["auto", "on", "off"] = Field("auto", description="lossless compression; write auto, on or off")
+    admission: Literal["always", "never", "value"] = Field(
+        "always", description="which blocks are stored: value weighs reuse against wear; write always, never or value"
+    )
     cpus: _Cpus = Field("", description="CPUs the service may use (empty: all); write a list such as 0-3,7")
     nice: int = Field(0, ge=-20, le=19, description="scheduling priority; write a number from -20 to 19")
     hugepages: bool = Field(default=False, description="put the pool into huge pages; write true or false")
