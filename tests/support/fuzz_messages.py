@@ -53,6 +53,8 @@ LAYOUT = layout_fields(layout_of(4096))
 NUMBERS = (0, 1, -1, 2**16, 2**31, 2**32 - 1, 2**40, 2**63 - 1, 2**63, 2**64 - 1, -(2**63))
 FLOATS = (0.0, -0.0, 1.0, -1.0, 1e300, 5e-324, float("nan"), float("inf"), float("-inf"))
 TEXTS = ("", "x", "session", "retained", "client", "landing", "staging", "auto", "on", "\0", "ä" * 300, "x" * 70_000)
+VERBS = ("open", "keys", "extend", "branch", "handoff", "adopt", "pin", "release", "expire", "next_use", "history",
+         "prefetch", "list", "show", "eat")  # fmt: skip
 HUGE = tuple(kind + b"\xff\xff\xff\xff" for kind in (b"\xdd", b"\xdf", b"\xc6", b"\xdb", b"\xc9"))  # with no content
 Value = Any
 
@@ -62,7 +64,7 @@ def questions(rng: random.Random, client: bytes = b"t" * 16) -> list[m.Message]:
     until, keys = time.monotonic() + FOREVER_S, rng.randbytes(32 * rng.randrange(4))
     extents, parts = pack_extents([[(4096 * at, 4096)] for at in range(len(keys) // 32)])
     lease = m.LeaseData(rng.randbytes(32), rng.randbytes(16), rng.randrange(5), until)
-    number, space = rng.randrange(1, 2**40), rng.choice((0, 0, 0, 1))
+    number, space, soon = rng.randrange(1, 2**40), rng.choice((0, 0, 0, 1)), time.monotonic() + 0.02
     return [
         m.Hello(number, limits.wire_version, "fuzz"), m.Join(number, client),
         m.OpenSpace(number, "fuzz", "model", "sha256:" + "ab" * 32, "", "", dict(LAYOUT), rng.choice(TEXTS[7:9])),
@@ -74,10 +76,14 @@ def questions(rng: random.Random, client: bytes = b"t" * 16) -> list[m.Message]:
         m.Unregister(number, rng.randrange(6)),
         m.Write(number, space, keys, rng.randrange(1, 4), extents, parts, "session", 60.0, None, until),
         m.Write(number, space, keys, rng.randrange(1, 4), extents, parts, "ephemeral", None, lease, until),
-        m.Reserve(number, space, keys, 5.0), m.EndLease(number, lease), m.Pin(number, space, keys, 5.0),
+        m.Reserve(number, space, keys, 5.0, rng.choice((0.0, soon)), 0.0), m.Follow(number, space, keys, 1, soon, 0.0),
+        m.EndLease(number, lease), m.Pin(number, space, keys, 5.0),
         m.Unpin(number, rng.randrange(6)), m.Hint(number, space, keys), m.Advise(number, space, keys, 1000.0),
         m.Status(number), m.Explain(number, keys[:32]), m.ExplainPrefix(number, space, rng.randbytes(64)),
-        m.Sync(number),
+        m.Sync(number), m.SessionAsk(number, rng.choice((space, -1)), rng.choice(VERBS), {
+            "name": rng.choice(TEXTS), "keys": keys, "at": rng.randrange(3), "ttl_s": rng.choice(FLOATS), "in_s": 0.0,
+            "start": rng.choice(NUMBERS), "new_name": "y", "token": rng.randbytes(72), "create": True, "after": b"",
+        }),
     ]  # fmt: skip
 
 

@@ -23,11 +23,12 @@ from perdure.catalog.api import KeyArray, fingerprints
 from perdure.io.shared import map_fd
 from perdure.keys import key_list
 from perdure.pool.memory import HEADER, HEADER_BYTES
-from perdure.presence_table import Table, leading, locate, table_over
+from perdure.presence_table import Table, leading, locate, locate_one, table_over
 from perdure.service import shared
 from perdure.service.fields import SLOT_INDEX_BITS, SLOT_INDEX_MASK, pack_slot, unpack_slot
 from perdure.service.messages import Attached
 
+_FEW_KEYS: Final = 8  # for so many the vectors of numpy cost more than they save
 MAPPABLE: Final = platform.machine() in ("x86_64", "AMD64")
 
 
@@ -47,8 +48,8 @@ class DomainMaps:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._directory: shared.Words | None = None
-        self._ring: NDArray[np.uint8] | None = None
+        self._directory: memoryview | None = None  # words, as of the ring
+        self._ring: memoryview | None = None
         self._presence: tuple[Table | None, int] = (None, 0)  # with its version, replaced as one
         self._slots: tuple[Table | None, int] = (None, 0)
         self.chunks: dict[int, ChunkMap] = {}
@@ -64,9 +65,9 @@ class DomainMaps:
                     continue
                 memory = map_fd(next(descriptors), nbytes, writable=what == "ring")
                 if what == "directory":
-                    self._directory = shared.directory_words(memory)
+                    self._directory = memory.data.cast("Q")
                 elif what == "ring":
-                    self._ring = memory
+                    self._ring = memory.data.cast("Q")
                 elif what == "presence":
                     self._presence = (table_over(memory, extra), number)
                 elif what == "slots":
@@ -78,7 +79,7 @@ class DomainMaps:
                 self.chunks = {number: chunk for number, chunk in self.chunks.items() if number in live}
                 self._chunks_version = version
                 if self._ring is not None:
-                    shared.ring_words(self._ring)[shared.SEEN] = version
+                    self._ring[shared.SEEN] = version
 
     @property
     def versions(self) -> list[int]:
@@ -90,9 +91,9 @@ class DomainMaps:
         """Whether the service has newer tables or other chunks than are mapped."""
         words = self._directory
         return words is None or (
-            int(words[shared.PRESENCE]) != self._presence[1]
-            or int(words[shared.SLOTS]) != self._slots[1]
-            or int(words[shared.CHUNKS]) != self._chunks_version
+            words[shared.PRESENCE] != self._presence[1]
+            or words[shared.SLOTS] != self._slots[1]
+            or words[shared.CHUNKS] != self._chunks_version
         )
 
     def prefix(self, keys: KeyArray) -> tuple[int, bool]:
@@ -101,14 +102,13 @@ class DomainMaps:
         if table is None or words is None:
             return 0, False
         complete = bool(words[shared.COMPLETE])
-        found = leading(table, fingerprints(keys), int(words[shared.EXPIRY_S]))
-        sure = complete and bool(words[shared.COMPLETE]) and int(words[shared.PRESENCE]) == version
+        found = leading(table, fingerprints(keys), words[shared.EXPIRY_S])
+        sure = complete and bool(words[shared.COMPLETE]) and words[shared.PRESENCE] == version
         if self._ring is not None:
             with self._lock:
-                ring = shared.ring_words(self._ring)
-                ring[shared.LOOKUPS] += np.uint64(1)
-                ring[shared.ASKED] += np.uint64(len(keys))
-                ring[shared.PRESENT] += np.uint64(found)
+                self._ring[shared.LOOKUPS] += 1
+                self._ring[shared.ASKED] += len(keys)
+                self._ring[shared.PRESENT] += found
         return found, sure
 
     def copy(
@@ -119,27 +119,18 @@ class DomainMaps:
         table, words, chunks = self._slots[0], self._directory, self.chunks
         if table is None or words is None or not len(keys):
             return done
-        where = locate(table, fingerprints(keys))
-        if not (where >= 0).any():
-            return done
-        numbers = table.segment.take(where, mode="clip").tolist()
-        indexes = table.expires_s.take(where, mode="clip").tolist()
-        now_s = int(words[shared.EXPIRY_S])
-        slots: list[int] = []
-        generations: list[int] = []
-        for position, (place, key) in enumerate(zip(where.tolist(), key_list(keys), strict=True)):
-            chunk = chunks.get(numbers[position]) if place >= 0 else None
-            if chunk is None:
+        now_s, touches = words[shared.EXPIRY_S], list[tuple[int, int]]()
+        for position, (key, place) in enumerate(zip(key_list(keys), _places(table, keys), strict=True)):
+            chunk = None if place is None else chunks.get(place[0])
+            if place is None or chunk is None:
                 continue
-            index = indexes[position]
-            generation = copy_block(chunk, index, key, keyspace, block_bytes, now_s, destinations[position])
+            generation = copy_block(chunk, place[1], key, keyspace, block_bytes, now_s, destinations[position])
             if generation:
                 done[position] = True
-                slots.append(pack_slot(numbers[position], index))
-                generations.append(generation)
-        if slots and self._ring is not None:
+                touches.append((pack_slot(*place), generation))
+        if touches and self._ring is not None:
             with self._lock:
-                shared.write_touches(self._ring, slots, generations)
+                shared.write_touches(self._ring, touches)
         return done
 
     def granted(self, slots: Sequence[int], keys: Sequence[bytes], keyspace: bytes) -> list[memoryview | None]:
@@ -163,6 +154,17 @@ class DomainMaps:
         number, index = unpack_slot(packed)
         chunk = self.chunks.get(number)
         return chunk is not None and bool(copy_block(chunk, index, key, keyspace, block_bytes, 0, destination))
+
+
+def _places(table: Table, keys: KeyArray) -> list[tuple[int, int] | None]:
+    """(number of the chunk, index of the slot) of each key, None where absent."""
+    if len(keys) <= _FEW_KEYS:
+        found = [locate_one(table, int.from_bytes(key[:8], "little")) for key in key_list(keys)]
+        return [None if at < 0 else (int(table.segment[at]), int(table.expires_s[at])) for at in found]
+    where = locate(table, fingerprints(keys))
+    chunks, slots = (column.take(where, mode="clip").tolist() for column in (table.segment, table.expires_s))
+    places = zip(where.tolist(), chunks, slots, strict=True)
+    return [None if at < 0 else (chunk, index) for at, chunk, index in places]
 
 
 def copy_block(

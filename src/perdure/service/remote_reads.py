@@ -152,6 +152,10 @@ class RemoteReads:
                 rest = report.statuses == _LATE
                 report.statuses[rest] = _MISSING
                 report.problems |= dict.fromkeys(np.flatnonzero(rest).tolist(), str(error))
+        if report.from_memory == len(array):
+            report.usable, report.bytes = len(array), len(array) * self.layout.block_bytes
+            report.seconds = time.monotonic() - started
+            return report
         return _finish(report, self.layout.block_bytes, started)
 
     def _read(

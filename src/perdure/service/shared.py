@@ -25,6 +25,7 @@ HEAD, SEEN, LOOKUPS, ASKED, PRESENT = range(5)
 """Words of a ring: entries ever written, the set of chunks the engine maps at most, lookups, their blocks, found."""
 
 _RING_HEADER_BYTES: Final = 128
+_RING_HEADER_WORDS: Final = _RING_HEADER_BYTES // 8
 ENTRY: Final = np.dtype([("slot", "<u8"), ("generation", "<u8")])
 RING_BYTES: Final = -(-(_RING_HEADER_BYTES + limits.ring_entries * ENTRY.itemsize) // limits.page_bytes) * (
     limits.page_bytes
@@ -46,13 +47,15 @@ def ring_entries(memory: NDArray[np.uint8]) -> Entries:
     return memory[_RING_HEADER_BYTES:][: limits.ring_entries * ENTRY.itemsize].view(ENTRY)
 
 
-def write_touches(memory: NDArray[np.uint8], slots: list[int], generations: list[int]) -> None:
-    """Append touches; the oldest are overwritten if the service is slow. One writer at a time."""
-    words, entries = ring_words(memory), ring_entries(memory)
-    head, count = int(words[HEAD]), min(len(slots), limits.ring_entries)
-    at = (head + np.arange(count)) % limits.ring_entries
-    entries["slot"][at], entries["generation"][at] = slots[:count], generations[:count]
-    words[HEAD] = head + count
+def write_touches(ring: memoryview, touches: list[tuple[int, int]]) -> None:
+    """Append touches (slot, generation); the oldest are overwritten if the service is slow. One writer at a time.
+
+    ring: its words (format 'Q'), which are three times as fast as an array's where there are few."""
+    head = ring[HEAD]
+    for number, (slot, generation) in enumerate(touches, head):
+        at = _RING_HEADER_WORDS + 2 * (number % limits.ring_entries)
+        ring[at], ring[at + 1] = slot, generation
+    ring[HEAD] = head + len(touches)
 
 
 def read_touches(memory: NDArray[np.uint8], tail: int) -> tuple[int, Entries, int]:
