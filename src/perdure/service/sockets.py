@@ -31,6 +31,7 @@ from perdure.errors import InvalidArgument, ProtocolError, ServiceUnavailable, S
 SO_PEERPIDFD: Final = 77  # Linux 6.5
 SOCKET_NAME: Final = "perdure.sock"
 _local = threading.local()
+_SPIN: Final = len(os.sched_getaffinity(0)) > 1  # on a single CPU the service could not answer meanwhile
 _POLL_S: Final = 0.0005  # less is not worth waiting
 _TIMEVAL: Final = struct.Struct("@ll")
 _CREDENTIALS: Final = struct.Struct("3i")
@@ -191,6 +192,11 @@ class UnixChannel:
             if not readable(self._sock):
                 raise TimeoutError
             return receive(self._sock)
+        if until != math.inf and _SPIN:  # an idle CPU takes longer to wake than a short answer to come
+            give_up = time.monotonic() + limits.answer_spin_s
+            while time.monotonic() < give_up:
+                with contextlib.suppress(BlockingIOError):
+                    return receive(self._sock, socket.MSG_DONTWAIT)
         while True:
             self._timeout.set(socket.SO_RCVTIMEO, until)
             with contextlib.suppress(BlockingIOError):
