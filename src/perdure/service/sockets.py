@@ -21,7 +21,7 @@ import stat
 import struct
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Final
 
@@ -31,7 +31,7 @@ from perdure.errors import InvalidArgument, ProtocolError, ServiceUnavailable, S
 SO_PEERPIDFD: Final = 77  # Linux 6.5
 SOCKET_NAME: Final = "perdure.sock"
 _local = threading.local()
-_SPIN: Final = len(os.sched_getaffinity(0)) > 1  # on a single CPU the service could not answer meanwhile
+_SPIN: Final = len(os.sched_getaffinity(0)) > 1
 _POLL_S: Final = 0.0005  # less is not worth waiting
 _TIMEVAL: Final = struct.Struct("@ll")
 _CREDENTIALS: Final = struct.Struct("3i")
@@ -157,6 +157,15 @@ def connect_unix(path: Path, timeout_s: float | None) -> socket.socket:
     return sock
 
 
+def spinning(until: float) -> Iterator[None]:
+    """As often as it is worth looking before sleeping: an idle CPU takes longer to wake than a short answer to come.
+    Not where there is no hurry, and not on a single CPU, where the service could not answer meanwhile."""
+    if until != math.inf and _SPIN:
+        give_up = time.monotonic() + limits.answer_spin_s
+        while time.monotonic() < give_up:
+            yield
+
+
 class KernelTimeout:
     """A timeout that the kernel keeps: Python's own costs two system calls and a poll for every call, and MSG_WAITALL
     its effect. It is shorter than the time that is left, by half at most, so that it need not be set for every call;
@@ -192,11 +201,9 @@ class UnixChannel:
             if not readable(self._sock):
                 raise TimeoutError
             return receive(self._sock)
-        if until != math.inf and _SPIN:  # an idle CPU takes longer to wake than a short answer to come
-            give_up = time.monotonic() + limits.answer_spin_s
-            while time.monotonic() < give_up:
-                with contextlib.suppress(BlockingIOError):
-                    return receive(self._sock, socket.MSG_DONTWAIT)
+        for _ in spinning(until):
+            with contextlib.suppress(BlockingIOError):
+                return receive(self._sock, socket.MSG_DONTWAIT)
         while True:
             self._timeout.set(socket.SO_RCVTIMEO, until)
             with contextlib.suppress(BlockingIOError):

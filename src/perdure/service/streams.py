@@ -72,7 +72,7 @@ class Stream:
         if self._broken or self._payload:
             raise ConnectionResetError("the connection was given up inside a frame")
         head = bytearray(_FRAME.size)
-        got = self._receive_some([memoryview(head)], until)
+        got = self._first(memoryview(head), until)
         if not got:
             return b"", 0
         self._broken = True  # unless all of it comes
@@ -122,6 +122,13 @@ class Stream:
         while first < len(left):
             first = _advance(left, first, self._send_some(_some(left, first), until))
 
+    def _first(self, head: memoryview, until: float) -> int:
+        """The first bytes of a frame, which may be a while in coming."""
+        for _ in sockets.spinning(until):
+            with suppress(BlockingIOError):
+                return self._sock.recv_into(head, 0, socket.MSG_DONTWAIT)
+        return self._receive_some([head], until)
+
     # --- the socket
     def _receive_some(self, parts: list[memoryview], until: float) -> int:
         """Bytes received; 0 at the end of the connection. The kernel waits for all of them, or until the time is up."""
@@ -159,6 +166,9 @@ class TlsStream(Stream):
     """The same, encrypted. What is received passes through OpenSSL's buffer, 16 KiB at a time."""
 
     _sock: ssl.SSLSocket
+
+    def _first(self, head: memoryview, until: float) -> int:
+        return self._receive_some([head], until)
 
     def _receive_some(self, parts: list[memoryview], until: float) -> int:
         self._limit(until)
