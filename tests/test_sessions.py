@@ -80,6 +80,7 @@ def test_sessions_are_over_by_the_steady_clock(tmp_path: Path) -> None:
         clock.advance(2)
         assert space.find_session("agent") is None
         assert store.sessions() == []
+        assert store.status()["sessions"] == 0
         assert len(store.core.control.items("session")) == 1
         store.core.sessions.sweep()
         assert store.core.control.items("session") == []

@@ -91,6 +91,7 @@ def status(core: Core) -> dict[str, Any]:
         },
         "memory": dataclasses.asdict(core.pool.stats()),
         "pins": len(core.control.pins()),
+        "sessions": core.sessions.count(),
         "healthy": not core.health.sick,
         "clock_step_s": round(core.steady.step_s, 3),
         "expiry_paused": core.steady.paused,

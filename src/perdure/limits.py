@@ -138,6 +138,7 @@ session_name_bytes_max: Final = 255
 session_head_bytes_max: Final = KIB
 session_ttl_s_default: Final = 7 * 86_400  # idle time after which a session is over
 session_ttl_s_max: Final = 365 * 86_400
+sessions_counted_s: Final = 10.0  # how old the number in `status` may be
 handoff_ttl_s_default: Final = 60
 handoff_ttl_s_max: Final = 3600
 next_use_s_max: Final = 3600.0

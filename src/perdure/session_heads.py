@@ -59,6 +59,7 @@ class Sessions:
     def __init__(self, core: Core, check: Callable[[], None], prefetcher: Prefetcher):
         self._core, self.manifests, self.prefetcher = core, Manifests(core, check), prefetcher
         self._pins: dict[bytes, list[int]] = {}  # of the sessions that are pinned now
+        self._counted: tuple[float | None, int] = (None, 0)
         self._lock = threading.Lock()
         self._verbs: dict[str, Callable[[Scope, Fields], Fields]] = {
             "open": self._open, "keys": self._keys, "extend": self._extend, "branch": self._branch,
@@ -95,6 +96,14 @@ class Sessions:
                     heads.append((after, head))
             if heads or not raws or limit is None:
                 return heads
+
+    def count(self) -> int:
+        """How many there are, a few seconds old: to look is to read all heads."""
+        now, (taken_s, known) = self._core.clock.monotonic(), self._counted
+        if taken_s is None or now - taken_s > limits.sessions_counted_s:
+            known = len(self.all())
+            self._counted = (now, known)
+        return known
 
     # --- verbs
     def _open(self, scope: Scope, f: Fields) -> Fields:

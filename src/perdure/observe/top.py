@@ -39,6 +39,7 @@ def derive(before: Sample, now: Sample) -> dict[str, Any]:
     return {
         "boot": status.get("boot"),
         "clients": len(clients) if isinstance(clients, list) else None,
+        "sessions": number_at(status, "store.sessions"),
         "memory": {
             name: number_at(status, f"memory.{name}")
             if number_at(status, f"memory.{name}") is not None
@@ -88,6 +89,7 @@ def rows(view: Mapping[str, Any]) -> list[tuple[str, str]]:
     lines = [
         ("service", f"boot {view['boot']}" + ("" if view["healthy"] in (True, None) else "  UNHEALTHY: see the disk")),
         ("clients", _number(view["clients"])),
+        ("sessions", _number(view["sessions"])),
         ("memory", ", ".join(f"{name} {_size(memory[f'{name}_bytes'])}" for name in ("mapped", "stranded", "budget"))),
         ("disk", f"{_size(disk['used_bytes'])} of {_size(disk['capacity_bytes'])}, {_number(disk['blocks'])} blocks"),
         ("calls/s", ", ".join(f"{name} {_number(value)}" for name, value in calls.items())),
