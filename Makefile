@@ -14,7 +14,7 @@ CODE := $(wildcard src tests benchmarks)
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 export HF_HUB_OFFLINE := 1
 
-.PHONY: help setup tools demo test lint format bench bench-peers constraints clean
+.PHONY: help setup tools demo test lint format bench bench-peers bench-sessions constraints clean
 
 help:
 	@echo 'make demo         restore, continue and fork a real model'"'"'s context after kill -9 (a few minutes)'
@@ -23,6 +23,7 @@ help:
 	@echo 'make format       let ruff format and mend what it can'
 	@echo 'make bench        benchmarks against fio and memcpy; BENCH_ARGS="--json" is passed on'
 	@echo 'make bench-peers  the same work through other KV stores, each in its own environment'
+	@echo 'make bench-sessions  1 to 1,000 sessions on one service, beside an ideal queue'
 	@echo 'make tools        optional system packages (fio, loop mounts); as root through apt-get'
 	@echo 'make constraints  resolve the development environment anew and pin it'
 	@echo 'make clean        remove everything that make made'
@@ -86,6 +87,9 @@ bench: $(READY) tools
 
 bench-peers: $(READY) tools
 	@$(VENV)/bin/perdure bench peers $(BENCH_ARGS)
+
+bench-sessions: $(READY)
+	@$(VENV)/bin/perdure bench sessions $(BENCH_ARGS)
 
 constraints:
 	@rm -rf .build/constraints && $(PYTHON) -m venv .build/constraints
