@@ -6,7 +6,8 @@ Contract
   the bytes. A second one takes as long as a restore from the idle service does (medians before every round, on a
   straight line over the sizes): that includes waits during which a loaded service does other work, so it is the laxer
   one, and only in the note.
-- Every step is played once per round, with arrivals of its own; a row has one figure per round.
+- Every step is played once per round; a row has one figure per round. Generated arrivals differ between rounds, and are
+  the same for every number of sessions.
 - Steps that are judged by their p99 have a deadline of `PATIENCE_S`, which they are not meant to reach; the others have
   the plan's.
 """
@@ -78,11 +79,11 @@ class Played:
     device_s: list[float]
 
     def ms(self, field: str, percent: float = 99.0) -> float:
-        return 1e3 * float(np.percentile(self.told[field], percent))
+        return _ms(self.told[field], percent)
 
     def ideal_ms(self) -> float:
         """Of the ideal queue: bytes at the device's rate alone, unless the measured times are even less."""
-        return min(_p99_ms(self.device_s), _p99_ms(self.ideal_s))
+        return min(_ms(self.device_s), _ms(self.ideal_s))
 
     @property
     def missed(self) -> int:
@@ -90,8 +91,10 @@ class Played:
 
     def goodput(self, block_bytes: int) -> float:
         """MB/s delivered in time, from the first turn's time to the last delivery."""
-        ends = (turn.at_s + spent_s for turn, spent_s in zip(self.turns, self.told["latency_s"], strict=True))
-        return sum(self.told["blocks"]) * block_bytes / max(ends) / 1e6
+        end_s = max(
+            turn.at_s + float(spent_s) for turn, spent_s in zip(self.turns, self.told["latency_s"], strict=True)
+        )
+        return sum(map(int, self.told["blocks"])) * block_bytes / end_s / 1e6
 
 
 @dataclass(slots=True)
@@ -127,7 +130,7 @@ class Loads:
         return float(slope), max(0.0, float(least))
 
     def _turns(self, kind: str, number: int, places: int, load: float) -> list[Turn]:
-        plan, seed = self.plan, 1_000 * number + places + round(100 * load)
+        plan, seed = self.plan, 1_000 * number + round(100 * load)
         blocks = load * RATE_BYTES_PER_S * plan.step_s / record_bytes(plan.block_bytes)
         if kind == "trace":
             assert self.trace is not None
@@ -196,20 +199,27 @@ def _queue_rows(loads: Loads) -> list[Row]:
     every = [one for steps in loads.steps.values() for one in steps]
     lags, stored = ([one.ms(field) for one in every] for field in ("lag_s", "stored_s"))
     made.append(row("load generator's own lag, p99", "ms", lags, note="inside the latencies above; one figure a step"))
-    made.append(row("blocks of a turn stored and session extended, p99", "ms", stored, note="not part of a restore"))
+    made.append(
+        row(
+            "blocks of a turn stored and session extended, p99",
+            "ms",
+            stored,
+            note="not part of a restore; without a DRAM tier the pages of its manifest come from the loaded device too",
+        )
+    )
     return made
 
 
 def _about(steps: list[Played]) -> str:
     turns, late = sum(len(one.turns) for one in steps), sum(one.missed for one in steps)
     p50 = float(np.median([one.ms("latency_s", 50.0) for one in steps]))
-    measured = float(np.median([_p99_ms(one.ideal_s) for one in steps]))
+    measured = float(np.median([_ms(one.ideal_s) for one in steps]))
     said = f"{turns} turns, p50 {p50:.1f} ms; a queue with the times measured alone: p99 {measured:.0f} ms"
     return said + (f"; {late} not whole within {PATIENCE_S:.0f} s" if late else "")
 
 
-def _p99_ms(seconds: list[float]) -> float:
-    return float(np.percentile(seconds, 99.0)) * 1e3
+def _ms(seconds: list[float], percent: float = 99.0) -> float:
+    return 1e3 * float(np.percentile(seconds, percent))
 
 
 def _growth_rows(loads: Loads) -> list[Row]:

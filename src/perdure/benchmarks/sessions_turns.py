@@ -67,7 +67,8 @@ def generated(seed: int, places: int, blocks: float, seconds: float, blocks_max:
         size = min(FIRST + GROWTH * turn, blocks_max)
         drawn.append(Turn(0.0, place, life, size, GROWTH))
         left -= size
-    times = sorted(rng.uniform(0.0, seconds) for _ in drawn)
+    moments = random.Random(f"moments {seed}")  # of its own, so that other numbers of places meet the same arrivals
+    times = sorted(moments.uniform(0.0, seconds) for _ in drawn)
     return _scaled([one._replace(at_s=at) for one, at in zip(drawn, times, strict=True)], seconds, blocks, seconds)
 
 
