@@ -14,7 +14,8 @@ CODE := $(wildcard src tests benchmarks)
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 export HF_HUB_OFFLINE := 1
 
-.PHONY: help setup tools demo test lint format bench bench-peers bench-service bench-storm bench-policy constraints clean
+.PHONY: help setup tools demo test lint format bench bench-peers bench-service bench-storm bench-policy bench-sessions
+.PHONY: constraints clean
 
 help:
 	@echo 'make demo         restore, continue and fork a real model'"'"'s context after kill -9 (a few minutes)'
@@ -26,6 +27,7 @@ help:
 	@echo 'make bench-service the service beside memcpy, the embedded store, a bare socket, Mooncake and LMCache'
 	@echo 'make bench-storm  many who want the same prefix at once; a service that is killed under load'
 	@echo 'make bench-policy hit rates and flash writes on replayed traces (PERDURE_TRACES=DIR for the public ones)'
+	@echo 'make bench-sessions  1 to 1,000 sessions on one service, beside an ideal queue'
 	@echo 'make tools        optional system packages (fio, loop mounts); as root through apt-get'
 	@echo 'make constraints  resolve the development environment anew and pin it'
 	@echo 'make clean        remove everything that make made'
@@ -98,6 +100,9 @@ bench-storm: $(READY)
 
 bench-policy: $(READY)
 	@$(VENV)/bin/perdure bench policy $(BENCH_ARGS)
+
+bench-sessions: $(READY)
+	@$(VENV)/bin/perdure bench sessions $(BENCH_ARGS)
 
 constraints:
 	@rm -rf .build/constraints && $(PYTHON) -m venv .build/constraints

@@ -12,7 +12,20 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from perdure.benchmarks import fio, harness, kv_sample, peer_files, peer_protocol, peers, store, storm, target
+from perdure.benchmarks import (
+    fio,
+    harness,
+    kv_sample,
+    peer_files,
+    peer_protocol,
+    peers,
+    sessions,
+    sessions_load,
+    sessions_turns,
+    store,
+    storm,
+    target,
+)
 from perdure.benchmarks.harness import Measured, Report, count_row, interleave, limit_row, rate_row, row, unmeasured
 from perdure.errors import InvalidArgument
 
@@ -434,3 +447,67 @@ def test_goodput_is_back_in_the_first_good_bin_after_the_worst() -> None:
     assert storm.back_after(before, 5.0, 10.0) is None
     slow = np.arange(10.0, 16.0, 0.02)
     assert storm.back_after(np.concatenate([before, slow]), 5.0, 10.0) is None
+
+
+# --- sessions -------------------------------------------------------------------------------------------------
+
+FEW = sessions_load.Plan(
+    block_bytes=64 * KIB,
+    blocks_max=64,
+    chains=2,
+    sessions=(1, 10, 20),
+    step_s=0.2,
+    rounds=1,
+    deadline_s=1.0,
+    threads=8,
+    idle=20,
+    listed=500,
+)
+STEPS = [[sessions_turns.Step(5.0, 3, 1), sessions_turns.Step(60.0, 9, 2)], [sessions_turns.Step(1.0, 20, 1)]]
+
+
+@pytest.mark.parametrize("section", sessions.SECTIONS)
+def test_a_tiny_run_of_sessions_gives_a_valid_report_and_leaves_nothing(tmp_path: Path, section: str) -> None:
+    report = sessions.run(tmp_path, quick=True, json=True, sections=[section], plan=FEW)
+    made = json.loads(report.to_json())
+    harness.validate(made)
+    assert list(tmp_path.iterdir()) == []
+    assert all(entry["ours"] is not None or "trace" in entry["name"] for entry in made["rows"])
+
+
+def test_sessions_of_a_trace_are_played(traces_dir: Path) -> None:
+    trace = sessions_turns.load_trace(traces_dir, 64)
+    assert all(1 <= step.blocks <= 64 and step.new >= 1 for steps in trace for step in steps)
+    turns = sessions_turns.replayed(trace, 1, 20, 500.0, 3.0)
+    assert turns == sessions_turns.replayed(trace, 1, 20, 500.0, 3.0)
+    assert turns == sorted(turns, key=lambda turn: turn.at_s)
+
+
+@pytest.mark.parametrize("places", [1, 7, 300])
+@pytest.mark.parametrize("kind", ["generated", "replayed"])
+def test_a_schedule_offers_the_load_it_was_asked_for(places: int, kind: str) -> None:
+    blocks, seconds = 2_000.0, 4.0
+    if kind == "generated":
+        turns = sessions_turns.generated(3, places, blocks, seconds, 64)
+    else:
+        turns = sessions_turns.replayed(STEPS, 3, places, blocks, seconds)
+    assert {turn.place for turn in turns} <= set(range(places))
+    offered = sum(turn.blocks for turn in turns)
+    assert turns[-1].at_s <= seconds * offered / blocks * (1 + 1e-9)
+    assert turns[-1].at_s >= 0.8 * seconds * offered / blocks
+    for place in {turn.place for turn in turns}:
+        lives = [turn.life for turn in turns if turn.place == place]
+        assert lives == sorted(lives)
+
+
+def test_the_ideal_queue_serves_one_after_the_other() -> None:
+    turns = [sessions_turns.Turn(at_s, 0, 0, blocks, 1) for at_s, blocks in ((0.0, 2), (1.0, 4), (1.5, 1), (20.0, 3))]
+    assert sessions_turns.ideal(turns, float) == [2.0, 5.0, 5.5, 3.0]
+
+
+def test_a_folder_without_the_trace_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(InvalidArgument, match="folder of the public traces"):
+        sessions.run(tmp_path, traces=tmp_path)
+    (tmp_path / "agent_sessions.jsonl.gz").write_bytes(b"no gzip")
+    with pytest.raises(InvalidArgument, match="not a trace"):
+        sessions.run(tmp_path, traces=tmp_path)

@@ -214,6 +214,19 @@ def bench_policy(directory: Path, quick: bool, as_json: bool, traces: Path | Non
     _print_report(policy.run(directory, traces=traces, quick=quick, json=as_json), as_json)
 
 
+@bench.command("sessions")
+@_bench_options
+@click.option(
+    "--traces", type=_DIRECTORY, envvar="PERDURE_TRACES", help="Folder of the public traces [PERDURE_TRACES]."
+)
+def bench_sessions(directory: Path, quick: bool, as_json: bool, traces: Path | None) -> None:
+    """1 to 1,000 multi-turn sessions on one service: p99 beside an ideal queue, overload, idle sessions."""
+    from perdure.benchmarks import sessions
+
+    directory.mkdir(parents=True, exist_ok=True)
+    _print_report(sessions.run(directory, quick=quick, json=as_json, traces=traces), as_json)
+
+
 @main.command()
 @click.argument("directory", metavar="DIR", type=_DIRECTORY)
 @_JSON

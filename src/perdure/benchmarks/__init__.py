@@ -1,4 +1,5 @@
-"""Benchmarks that ship with the package: `store` (against fio and memcpy), `peers` (against other KV-cache stores).
+"""Benchmarks that ship with the package: `store` (against fio and memcpy), `peers` (against other KV-cache stores),
+`sessions` (many sessions on one service, against an ideal queue).
 
 Contract
 - A figure is only ever printed beside a reference that was measured in the same run on the same machine, interleaved
