@@ -48,7 +48,9 @@ class Ledger:
                             self.acknowledged += 1
                             known.durable[position] = segments[position]
                             known.fleeting.discard(position)
-                        elif position not in known.durable:
+                        elif position in known.durable:  # kept for longer now: as durable as before, in another segment
+                            known.durable[position] = segments[position]
+                        else:
                             known.fleeting.add(position)
                 case ["sync", thread]:
                     now = [(name, at) for name, known in self.chains.items() for at in known.fleeting]
