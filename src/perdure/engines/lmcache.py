@@ -25,6 +25,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -34,6 +35,7 @@ from perdure.engines.link import OFF_S, Link, check_identity, seconds
 from perdure.errors import InvalidArgument, ServiceUnavailable
 from perdure.keys import KVLayout, check_text, tenant_secret
 from perdure.keyspace import durability_of
+from perdure.limits import MIB
 from perdure.options import refuse_unknown
 from perdure.reports import WriteStatus
 from perdure.segments.landing import BlockStatus
@@ -45,6 +47,9 @@ _SIZES_AGE_S = 30.0  # another process may have stored objects of another size
 _THREADS = 4
 _ASKING_THREADS = 2  # questions do not wait behind transfers
 
+_PART_BYTES_MIN = 4 * MIB  # below this a part's calls cost more than doing it beside another one saves
+
+Job = Callable[[], tuple[list[bool], str]]
 Completion = tuple[int, bool, str, list[bool] | None]
 
 
@@ -95,20 +100,20 @@ class PerdureConnector:
         self._event = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._asking = ThreadPoolExecutor(_ASKING_THREADS, thread_name_prefix="perdure-lmcache-ask")
         self._moving = ThreadPoolExecutor(_THREADS, thread_name_prefix="perdure-lmcache")
-        self.counts = {"found": 0, "missed": 0, "corrupt": 0, "late": 0, "stored": 0, "not stored": 0}
+        self.counts = {"found": 0, "missed": 0, "corrupt": 0, "late": 0, "stored": 0, "refused": 0}
 
     # --- LMCache's interface
     def event_fd(self) -> int:
         return self._event
 
     def submit_batch_exists(self, keys: list[str]) -> int:
-        return self._submit(self._asking, len(keys), lambda: self._exists(keys))
+        return self._submit(self._asking, [len(keys)], [lambda: self._exists(keys)])
 
     def submit_batch_get(self, keys: list[str], memoryviews: Sequence[Any]) -> int:
-        return self._submit(self._moving, len(keys), lambda: self._get(keys, memoryviews))
+        return self._submit_parts(self._get, keys, memoryviews)
 
     def submit_batch_set(self, keys: list[str], memoryviews: Sequence[Any]) -> int:
-        return self._submit(self._moving, len(keys), lambda: self._set(keys, memoryviews))
+        return self._submit_parts(self._set, keys, memoryviews)
 
     def drain_completions(self) -> list[Completion]:
         try:
@@ -129,22 +134,44 @@ class PerdureConnector:
             self._event = -1
 
     # --- jobs
-    def _submit(self, threads: ThreadPoolExecutor, count: int, job: Callable[[], tuple[list[bool], str]]) -> int:
+    def _submit(self, threads: ThreadPoolExecutor, counts: list[int], jobs: list[Job]) -> int:
+        """Do the parts of one batch side by side; it is done when the last one is."""
         with self._lock:
             self._number += 1
             number = self._number
+        answers: list[list[bool]] = [[False] * count for count in counts]
+        reasons: list[str] = [""] * len(jobs)
+        left = len(jobs)
 
-        def run() -> None:
+        def run(part: int) -> None:
+            nonlocal left
             try:
-                answer, why = job()
+                answers[part], reasons[part] = jobs[part]()
             except Exception as error:  # noqa: BLE001 - LMCache waits for an answer, whatever it is
-                answer, why = [False] * count, f"{type(error).__name__}: {error}"
+                reasons[part] = f"{type(error).__name__}: {error}"
             with self._lock:
-                self._done.append((number, all(answer), why, answer))
-                os.eventfd_write(self._event, 1)
+                left -= 1
+                if not left:
+                    answer = [one for part in answers for one in part]
+                    self._done.append((number, all(answer), next(filter(None, reasons), ""), answer))
+                    os.eventfd_write(self._event, 1)
 
-        threads.submit(run)
+        for part in range(len(jobs)):
+            threads.submit(run, part)
         return number
+
+    def _submit_parts(
+        self, verb: Callable[[list[str], list[Any]], tuple[list[bool], str]], keys: list[str], views: Sequence[Any]
+    ) -> int:
+        blocks = [np.frombuffer(view, np.uint8) for view in views]
+        total = sum(block.nbytes for block in blocks)
+        parts = max(1, min(_THREADS, len(keys), total // _PART_BYTES_MIN)) if len(keys) == len(blocks) else 1
+        cuts = [len(keys) * part // parts for part in range(parts + 1)]
+        jobs: list[Job] = [
+            lambda first=first, end=end: verb(keys[first:end], blocks[first:end])  # type: ignore[misc]
+            for first, end in pairwise(cuts)
+        ]
+        return self._submit(self._moving, [end - first for first, end in pairwise(cuts)], jobs)
 
     def _exists(self, keys: list[str]) -> tuple[list[bool], str]:
         answer = np.zeros(len(keys), bool)
@@ -167,9 +194,8 @@ class PerdureConnector:
                 break
         return found
 
-    def _get(self, keys: list[str], memoryviews: Sequence[Any]) -> tuple[list[bool], str]:
+    def _get(self, keys: list[str], blocks: list[Any]) -> tuple[list[bool], str]:
         answer, why = np.zeros(len(keys), bool), ""
-        blocks = [np.frombuffer(view, np.uint8) for view in memoryviews]
         for (model, size), places in self._by_size(keys, blocks).items():
             into = [blocks[at] for at in places]
             names = [keys[at].encode() for at in places]
@@ -180,11 +206,9 @@ class PerdureConnector:
                 continue
             answer[places] = report.statuses == BlockStatus.FOUND
             why = why or next(iter(report.problems.values()), "")
-            self.counts["corrupt"] += report.count(BlockStatus.CORRUPT)
-            self.counts["late"] += report.count(BlockStatus.LATE)
+            self._count(corrupt=report.count(BlockStatus.CORRUPT), late=report.count(BlockStatus.LATE))
         found = int(answer.sum())
-        self.counts["found"] += found
-        self.counts["missed"] += len(keys) - found
+        self._count(found=found, missed=len(keys) - found)
         return answer.tolist(), why
 
     def _read(self, model: str, size: int, names: list[bytes], into: list[Any]) -> Any:
@@ -194,9 +218,8 @@ class PerdureConnector:
             self._link.trip(f"no object in {self._read_s:g} s")
         return report
 
-    def _set(self, keys: list[str], memoryviews: Sequence[Any]) -> tuple[list[bool], str]:
+    def _set(self, keys: list[str], blocks: list[Any]) -> tuple[list[bool], str]:
         answer, why = np.zeros(len(keys), bool), ""
-        blocks = [np.frombuffer(view, np.uint8) for view in memoryviews]
         for (model, size), places in self._by_size(keys, blocks).items():
             source = [blocks[at] for at in places]
             names = [keys[at].encode() for at in places]
@@ -208,8 +231,7 @@ class PerdureConnector:
             answer[places] = report.statuses <= WriteStatus.EXISTS
             why = why or next(iter(report.reasons.values()), "")
         stored = int(answer.sum())
-        self.counts["stored"] += stored
-        self.counts["not stored"] += len(keys) - stored
+        self._count(stored=stored, refused=len(keys) - stored)
         return answer.tolist(), why if stored < len(keys) else ""
 
     def _write(self, model: str, size: int, names: list[bytes], source: list[Any]) -> Any:
@@ -219,6 +241,11 @@ class PerdureConnector:
         return space.write(
             space.adopt_hashes(names), source, durability=self._durability, deadline_s=self._write_s
         )  # fmt: skip
+
+    def _count(self, **more: int) -> None:
+        with self._lock:
+            for name, count in more.items():
+                self.counts[name] += count
 
     # --- names
     def _space(self, model: str, size: int) -> Any:
