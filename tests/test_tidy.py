@@ -51,6 +51,7 @@ LAYERS = [
         "manifest",
         "prefetch",
         "admission",
+        "advice",
         "core",
         "directory",
         "encoding",

@@ -86,7 +86,7 @@ admission_half_life_s: Final = 3600.0
 admission_age_s_max: Final = 2**14  # 4.5 h: older is never; p99 of the gap is 1,710 s (chat)
 
 # --- service --------------------------------------------------------------------------------------------------
-wire_version: Final = 2
+wire_version: Final = 3
 message_bytes_max: Final = 128 * KIB  # of one datagram; longer batches are cut by the client
 message_keys_max: Final = 2048
 message_extents_max: Final = 4096  # parts of registered memory in one message, 16 bytes each

@@ -18,11 +18,11 @@ from numpy.typing import ArrayLike, NDArray
 
 from perdure import keys as naming
 from perdure import limits
+from perdure.advice import Advice
 from perdure.buffers import Parts, as_blocks, copy_parts
 from perdure.catalog.api import Durability, KeyArray, Lease
 from perdure.errors import CatalogError, InvalidArgument, ServiceBusy, ServiceUnavailable
 from perdure.keyspace import (
-    Advice,
     check_known,
     check_lease,
     check_seconds,
@@ -108,11 +108,13 @@ class RemoteKeyspace(RemoteReads, SessionVerbs):
         masks = [self._question(m.Present, part.tobytes()).mask for part in _cut(naming.check_keys(keys))]
         return np.frombuffer(b"".join(masks), np.bool_).copy()
 
-    def advise(self, keys: KeyArray | Sequence[bytes], *, prefill_tokens_per_s: float) -> Advice:
+    def advise(
+        self, keys: KeyArray | Sequence[bytes], *, prefill_tokens_per_s: float, deadline_s: float | None = None
+    ) -> Advice:
         """As `Keyspace.advise`, for the first `limits.message_keys_max` keys. Raises ServiceUnavailable."""
         check_seconds(prefill_tokens_per_s, "prefill_tokens_per_s", math.inf)
         names = naming.check_keys(keys)[: limits.message_keys_max].tobytes()
-        a = self._question(m.Advise, names, float(prefill_tokens_per_s))
+        a = self._question(m.Advise, names, float(prefill_tokens_per_s), seconds_of(deadline_s))
         return Advice(a.blocks, a.load_s, a.recompute_s, a.reason)
 
     def _question(self, kind: Callable[..., m.Message], *fields: Any) -> Any:
