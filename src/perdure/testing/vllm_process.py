@@ -62,10 +62,9 @@ class ProcessGroup:
         self.log = log
         with log.open("ab") as file:
             self._begin = file.tell()
-            self.process: subprocess.Popen[Any] = subprocess.Popen(
-                bound(command), env=DEFAULTS | os.environ | ENVIRONMENT | (environment or {}), start_new_session=True,
-                **({"stdin": subprocess.DEVNULL, "stdout": file, "stderr": file} | (streams or {})),
-            )  # fmt: skip
+            options: dict[str, Any] = {"stdin": subprocess.DEVNULL, "stdout": file, "stderr": file} | (streams or {})
+            options["env"] = DEFAULTS | os.environ | ENVIRONMENT | (environment or {})
+            self.process: subprocess.Popen[Any] = subprocess.Popen(bound(command), start_new_session=True, **options)
 
     def __enter__(self) -> Any:
         return self
