@@ -59,7 +59,9 @@ class PerdureTier(SecondaryTierManager):  # type: ignore[misc]  # vLLM has no ty
         self._primary = Primary(primary_kv_view, self._region_fd)
         try:
             self._service = Service(settings, offloading_spec.config, layouts, self._primary)
-            self._lookups = Lookups(self._service.space, hold_s=settings.hold_s, fetch_s=settings.load_s)
+            self._lookups = Lookups(
+                self._service.space, lookup_s=settings.lookup_s, hold_s=settings.hold_s, fetch_s=settings.load_s
+            )
         except BaseException:
             self._primary.release()
             self._close_region()

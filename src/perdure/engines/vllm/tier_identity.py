@@ -52,7 +52,8 @@ class TierSettings:
     files in the model's directory. weights_file: a file that holds such a name instead, read again after every reset.
     after_reset: "new" (blocks of before are never found again by this process, unless `weights_file` names the weights)
     or "same" (the operator vouches that resets change no weights). share_region: let the service read vLLM's region.
-    hold_s: how long a block is held in the service's memory for a load. load_s, store_s: until a job gives up.
+    lookup_s: until a question that is not answered is a miss. hold_s: how long a block is held in the service's memory
+    for a load. load_s, store_s: until a job gives up.
     """
 
     url: str
@@ -63,6 +64,7 @@ class TierSettings:
     durability: str = "session"
     ttl_s: float | None = None
     share_region: bool = True
+    lookup_s: float = 2.0
     hold_s: float = limits.view_ttl_s_default
     load_s: float = 10.0
     store_s: float = 30.0
@@ -87,7 +89,12 @@ class TierSettings:
     def check(self) -> None:
         for name in ("url", "tenant", "weights", "weights_file"):
             naming.check_text(getattr(self, name), f"perdure tier {name}")
-        for name, most in (("hold_s", limits.view_ttl_s_max), ("load_s", 3600.0), ("store_s", 3600.0)):
+        for name, most in (
+            ("lookup_s", 3600.0),
+            ("hold_s", limits.view_ttl_s_max),
+            ("load_s", 3600.0),
+            ("store_s", 3600.0),
+        ):
             check_seconds(getattr(self, name), f"perdure tier {name}", most)
         if self.ttl_s is not None:
             check_seconds(self.ttl_s, "perdure tier ttl_s", limits.ttl_s_max)

@@ -5,7 +5,7 @@ Contract
   hands this step's new questions over.
 - A positive answer is a block that the service has verified and holds in its memory for us (`Hold`). Only where it has
   no memory to hold it, or no room, is it a block that is merely stored; its load reads and verifies it.
-- A question that the service does not answer within `LOOKUP_S_MAX` of the last sign of life is a miss: a stuck service
+- A question that the service does not answer within `lookup_s` of the last sign of life is a miss: a stuck service
   delays a request by that much, once.
 - A block whose load failed is a miss until its requests are over, so that nobody asks for it again and again; storing
   it anew ends that.
@@ -27,7 +27,6 @@ from perdure import limits
 from perdure.errors import PerdureError, ServiceBusy, ServiceUnavailable
 
 ROUND_BYTES: Final = 16 * limits.MIB  # held and answered at a time: loads begin while the rest is on its way
-LOOKUP_S_MAX: Final = 2.0
 HOLD_MARGIN_S: Final = 1.0  # a hold that ends sooner is not worth a load
 _log = logging.getLogger(__name__)
 
@@ -82,20 +81,22 @@ _Answer = tuple[bytes, int, Held | bool]
 
 
 class Lookups:
-    """space_of: the keyspace of a group, for the asking thread; raises PerdureError."""
+    """space_of: the keyspace of a group, for the asking thread; raises PerdureError. lookup_s: until an answer is late.
+    hold_s: how long a block is held. fetch_s: until the service has to have brought it."""
 
-    def __init__(self, space_of: Callable[[int], Any], *, hold_s: float, fetch_s: float):
+    def __init__(self, space_of: Callable[[int], Any], *, lookup_s: float, hold_s: float, fetch_s: float):
         self._asked: dict[bytes, _Asked] = {}
         self._of_request: dict[str, set[bytes]] = {}
         self._batch: list[_Question] = []
         self._numbers = 0
+        self._lookup_s = lookup_s
         self._asker = _Asker(space_of, hold_s, fetch_s)
 
     def lookup(self, key: bytes, request: str) -> bool | None:
         """True: there; False: not there; None: not known yet."""
         asked = self._asked.get(key)
         if asked is None or (isinstance(asked.answer, Held) and not asked.answer.good()):
-            if self._asker.stuck():
+            if self._asker.stuck(self._lookup_s):
                 return False
             asked = self._ask(key, asked)
         if request not in asked.requests:
@@ -104,7 +105,7 @@ class Lookups:
         answer = asked.answer
         if answer is None:
             waited_s = time.monotonic() - max(asked.since, self._asker.alive_at)
-            if waited_s <= LOOKUP_S_MAX and not self._asker.stuck():
+            if waited_s <= self._lookup_s and not self._asker.stuck(self._lookup_s):
                 return None
             self._numbers += 1
             asked.number, asked.answer = self._numbers, False
@@ -212,9 +213,9 @@ class _Asker:
     def ask(self, questions: list[_Question]) -> None:
         self._work.put(questions)
 
-    def stuck(self) -> bool:
+    def stuck(self, limit_s: float) -> bool:
         since = self.busy_since
-        return bool(since) and time.monotonic() - max(since, self.alive_at) > LOOKUP_S_MAX
+        return bool(since) and time.monotonic() - max(since, self.alive_at) > limit_s
 
     def drop(self, hold: Hold) -> None:
         """In this thread, for the scheduler's must not send anything."""
