@@ -58,7 +58,7 @@ def stored(engine: EngineProcess, tiers: int = 1) -> float:
         active = sum(value for name, value in found.items() if "active_cascade" in name)
         kinds = sum(1 for name, value in found.items() if "write_bytes" in name and value)
         if not active and written == before and kinds >= tiers:
-            return written
+            return float(written)
         before = written
         time.sleep(_POLL_S)
     raise WrongResult(f"the tiers did not finish storing in {_STORED_S} s")
