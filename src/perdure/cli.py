@@ -237,6 +237,17 @@ def demo(directory: Path, as_json: bool) -> None:
     sys.exit(demonstration.run(directory, json=as_json))
 
 
+@main.command("demo-vllm")
+@click.argument("directory", metavar="DIR", type=_DIRECTORY)
+@click.option("--setup-s", type=float, hidden=True, help="What making the environment took.")
+@_JSON
+def demo_vllm(directory: Path, setup_s: float | None, as_json: bool) -> None:
+    """Two vLLM servers on one service: kill one in mid-conversation, go on with the other; leaves a store in DIR."""
+    from perdure import demo as demonstration
+
+    sys.exit(demonstration.run_vllm(directory, json=as_json, setup_s=setup_s))
+
+
 for _command in (*cli_service.COMMANDS, cli_sessions.sessions):
     main.add_command(_command)
 
