@@ -38,6 +38,11 @@ class Link:
         self._closed = False
 
     @property
+    def shares_memory(self) -> bool:
+        """Whether the service is on this host."""
+        return not self._settings.url.startswith(("tcp://", "nixl://"))
+
+    @property
     def up(self) -> bool:
         return time.monotonic() >= self._closed_until
 

@@ -41,13 +41,13 @@ class Settings:
     would have been hit, "off" does nothing. generated: whether blocks of generated tokens are stored; "auto" learns
     whether they are ever asked for. durability, ttl_s: of what is stored.
 
-    lookup_wait_ms_max: how long a request waits for the service to say what it has. promote_wait_ms_max: and, while it
-    brings blocks to memory faster than the engine would compute them (prefill_tokens_per_s until that is measured), how
-    long for those. load_deadline_ms: for the copy into the engine's cache. flush_ms_max: how long a step that overwrites
-    blocks waits for a save to have read them. staging_bytes: saves on their way. canary_percent: restored requests whose
-    last block is computed all the same and compared; canary_tolerance: relative difference that turns the connector off.
-    retry_s_min, retry_s_max: how long the connector stays off after an error. weights: digest to use instead of one of
-    the loaded weights; model: name to use instead of the directory's.
+    lookup_wait_ms_max: how long a request waits for the service to say what it has. promote_wait_ms_max: and, while
+    it brings blocks to memory faster than the engine would compute them (prefill_tokens_per_s until that is measured),
+    how long for those. load_deadline_ms: for the copy into the engine's cache. flush_ms_max: how long a step that
+    overwrites blocks waits for a save to have read them. staging_bytes: saves on their way. canary_percent: restored
+    requests whose last block is computed all the same and compared; canary_tolerance: relative difference that turns
+    the connector off. retry_s_min, retry_s_max: how long the connector stays off after an error. weights: digest to use
+    instead of one of the loaded weights; model: name to use instead of the directory's.
     """
 
     url: str

@@ -45,7 +45,7 @@ class Plan(KVConnectorMetadata):  # type: ignore[misc]
     weights: digest of the weights of all ranks, "" until every rank has told its own. overwritten: blocks that this
     step, or a load that starts in it, writes to from their first token on: whoever still reads them has to end first.
     finished: saves of requests that are over, whose blocks may be among those; saves: after the step. checks: blocks
-    computed in this step that are compared with what is stored.
+    computed in this step that are compared with what is stored. cancel_saves: what is overwritten is not known.
     """
 
     epoch: int = 0
@@ -55,6 +55,7 @@ class Plan(KVConnectorMetadata):  # type: ignore[misc]
     loads: list[Transfer] = field(default_factory=list)
     saves: list[Transfer] = field(default_factory=list)
     checks: list[Transfer] = field(default_factory=list)
+    cancel_saves: bool = False
 
 
 @dataclass(slots=True)
