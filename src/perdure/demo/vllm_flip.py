@@ -8,6 +8,7 @@ Contract
 
 from __future__ import annotations
 
+import hashlib
 import os
 import time
 from pathlib import Path
@@ -19,8 +20,10 @@ from perdure.demo.process import CONNECT_S, DemoError
 from perdure.service.client import connect
 from perdure.testing.vllm_offline import OfflineEngine
 
+BLOCK_TOKENS = 128  # vLLM's on a CPU
 _KEYS_MAX = 100_000
-_NUMBER_BYTES = 4  # of a number in fp32: the flipped byte is its last one, which has the exponent
+_NUMBER_BYTES = 4  # of a number in fp32: the flipped bit is the highest of its exponent, in its last byte
+_FLIPPED_BITS = 0x40
 _TIER_BYTES = 1 << 30
 _SETTLED_S = 60.0
 _POLL_S = 0.25
@@ -76,7 +79,7 @@ def explained(store: Path, key: str) -> dict[str, Any]:
     return answer
 
 
-def in_fs_tier(model: Path, folder: Path, log: Path, prompt: str, max_tokens: int) -> dict[str, Any]:
+def in_fs_tier(model: Path, folder: Path, log: Path, prompt: str, answer: dict[str, Any]) -> dict[str, Any]:
     """The same with vLLM's tier: both answers, and how much of the second prompt came from the files."""
     files = folder / "fs"
     transfer = {
@@ -90,7 +93,7 @@ def in_fs_tier(model: Path, folder: Path, log: Path, prompt: str, max_tokens: in
         },
     }
     with OfflineEngine({"model": model, "dtype": "float32"}, log, transfer=transfer) as engine:
-        [before] = engine.generate([prompt], max_tokens=max_tokens)
+        [before] = engine.generate([prompt], **answer)
 
         def stored() -> int:
             engine.generate(["."], max_tokens=1)  # a step, in which vLLM looks after its stores
@@ -98,15 +101,17 @@ def in_fs_tier(model: Path, folder: Path, log: Path, prompt: str, max_tokens: in
 
         settled(stored)
         engine.call("reset_prefix_cache", reset_connector=True)
-        [control] = engine.generate([prompt], max_tokens=max_tokens)
-        blocks = sorted(_blocks(files), key=lambda path: (path.stat().st_mtime_ns, path.name))
-        chosen = blocks[len(blocks) // 2]
+        [control] = engine.generate([prompt], **answer)
+        hashes = _hashes(before.prompt_tokens)
+        chosen = next((path for path in _blocks(files) if path.stem == hashes[len(hashes) // 2].hex()), None)
+        if chosen is None:
+            raise DemoError(f"{files}: no file is named by the hash of block {len(hashes) // 2}")
         offset = _middle(chosen.stat().st_size)
         _flip(chosen, offset)
         engine.call("reset_prefix_cache", reset_connector=True)
-        [after] = engine.generate([prompt], max_tokens=max_tokens)
+        [after] = engine.generate([prompt], **answer)
     return {
-        "file": str(chosen.relative_to(files)), "offset": offset, "blocks": len(blocks),
+        "file": str(chosen.relative_to(files)), "offset": offset, "blocks": len(hashes),
         "cached_tokens": after.cached_tokens, "identical_before": control.tokens == before.tokens, "identical": after.tokens == before.tokens, "text": after.text,
         "text_before": before.text,
     }  # fmt: skip
@@ -116,6 +121,19 @@ def _blocks(folder: Path) -> list[Path]:
     return [path for path in folder.rglob("*.bin") if path.is_file()]
 
 
+def _hashes(tokens: list[int]) -> list[bytes]:
+    """vLLM's names of full blocks: SHA-256 of (the name before, tokens, no extra keys) in canonical CBOR."""
+    import cbor2
+
+    def digest(value: object) -> bytes:
+        return hashlib.sha256(cbor2.dumps(value, canonical=True)).digest()
+
+    names = [digest("vllm-none-hash")]
+    for at in range(0, len(tokens) - BLOCK_TOKENS + 1, BLOCK_TOKENS):
+        names.append(digest((names[-1], tuple(tokens[at : at + BLOCK_TOKENS]), None)))
+    return names[1:]
+
+
 def _middle(nbytes: int) -> int:
     return nbytes // 2 // _NUMBER_BYTES * _NUMBER_BYTES + _NUMBER_BYTES - 1
 
@@ -123,5 +141,5 @@ def _middle(nbytes: int) -> int:
 def _flip(path: Path, offset: int) -> None:
     with path.open("r+b", buffering=0) as file:
         byte = os.pread(file.fileno(), 1, offset)[0]
-        os.pwrite(file.fileno(), bytes([byte ^ 0xFF]), offset)
+        os.pwrite(file.fileno(), bytes([byte ^ _FLIPPED_BITS]), offset)
         os.fsync(file.fileno())

@@ -47,9 +47,10 @@ def _table(outcome: dict[str, Any]) -> Any:
 
     table = Table(
         title=f"SmolLM2-135M in fp32 on two vLLM servers, blocks of {outcome['block_tokens']} tokens",
-        caption="first token: from the request to the first token of the streamed answer. cold: the same\n"
-        "question on the same server with a salt nobody has used. The sub-agents' cold ones come one\n"
-        "after the other.",
+        caption="first token: from the request to the first token of the\n"
+        "streamed answer. cold: the same question on the same server\n"
+        "with a salt nobody has used; those of the sub-agents come\n"
+        "one after the other.",
         caption_justify="left",
         box=box.SIMPLE_HEAD,
         padding=0,

@@ -20,13 +20,14 @@ from perdure.demo.process import Progress
 from perdure.demo.report import Stage
 from perdure.demo.scenes import default_model_cache
 from perdure.demo.service import Service
+from perdure.demo.vllm_flip import BLOCK_TOKENS
 from perdure.engines import smollm
 from perdure.testing.vllm_client import Answer, ask, ask_at_once
 from perdure.testing.vllm_process import connector
 from perdure.testing.vllm_server import VllmServer
 
-BLOCK_TOKENS = 128  # vLLM's on a CPU
-ANSWER_TOKENS = 24
+# Greedy; the small model repeats itself for ever without the penalty.
+_ANSWER: dict[str, Any] = {"max_tokens": 24, "repetition_penalty": 1.3}
 MODEL_TOKENS = 6144
 TITLES = {
     "model": "model",
@@ -103,7 +104,7 @@ class _Play:
     def _cold(self, server: VllmServer, prompt: Any) -> Answer:
         """With a salt of its own, and not stored."""
         return ask(
-            server.address, prompt, max_tokens=ANSWER_TOKENS, cache_salt=secrets.token_hex(8),
+            server.address, prompt, **_ANSWER, cache_salt=secrets.token_hex(8),
             kv_transfer_params={"max_store_tokens": 0},
         )  # fmt: skip
 
@@ -111,13 +112,13 @@ class _Play:
         for number, says in enumerate(turns):
             note("turns", number, len(turns))
             self._talk.append({"role": "user", "content": says})
-            warm = ask(server.address, self._talk, max_tokens=ANSWER_TOKENS)
+            warm = ask(server.address, self._talk, **_ANSWER)
             self._row(f"turn {len(self._talk) // 2}", name, warm, self._cold(server, self._talk))
             self._talk.append({"role": "assistant", "content": warm.text})
 
     def _branch(self, server: VllmServer) -> None:
         prompts = vllm_talk.branch(self._talk)
-        warm = ask_at_once(server.address, prompts, max_tokens=ANSWER_TOKENS)
+        warm = ask_at_once(server.address, prompts, **_ANSWER)
         for number, (prompt, answer) in enumerate(zip(prompts, warm, strict=True)):
             self._row(f"sub-agent {number + 1}", "B", answer, self._cold(server, prompt))
 
@@ -125,7 +126,7 @@ class _Play:
         """A's last words are about another document, which B has never seen; then it is killed as a whole."""
         vllm_flip.settled(lambda: len(vllm_flip.seen(self._directory)))
         self._told["before"] = before = vllm_flip.seen(self._directory)
-        ask(server.address, vllm_talk.audit(), max_tokens=ANSWER_TOKENS)
+        ask(server.address, vllm_talk.audit(), **_ANSWER)
         vllm_flip.settled(lambda: len(vllm_flip.seen(self._directory)) - len(before))
         self._told["audit"] = {
             key: place for key, place in vllm_flip.seen(self._directory).items() if key not in before
@@ -142,13 +143,13 @@ class _Play:
     def _ask_flipped(self, server: VllmServer) -> None:
         prompt, flip = vllm_talk.audit(), self._told["flip"]
         cold = self._cold(server, prompt)  # meanwhile the connector finds the new service
-        warm = ask(server.address, prompt, max_tokens=ANSWER_TOKENS)
+        warm = ask(server.address, prompt, **_ANSWER)
         self._row("byte flipped", "B", warm, cold)
         after = vllm_flip.explained(self._directory, flip["key"])
         flip |= {"verdict_after": after["verdict"], "incidents": after["incidents"]}
 
     def _fs(self) -> dict[str, Any]:
-        return vllm_flip.in_fs_tier(self._model, self._work, self._work / "fs.log", vllm_talk.audit(), ANSWER_TOKENS)
+        return vllm_flip.in_fs_tier(self._model, self._work, self._work / "fs.log", vllm_talk.audit(), _ANSWER)
 
     def _row(self, name: str, server: str, warm: Answer, cold: Answer) -> None:
         self._told["rows"].append({

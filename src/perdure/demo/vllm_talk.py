@@ -10,7 +10,8 @@ _CONTEXT_SECTIONS = 6  # of the guide, about 2,300 tokens: the context that ever
 _ROLE = (
     "You are an agent that looks after a cache of KV blocks. Answer in one short sentence. This is your handbook.\n\n"
 )
-WARM = "A kettle, a lamp, a chair and a window stand in the room, and nobody is there to count them. " * 12
+# Longer than one block by far: the first long prompt costs a process a second or two once.
+WARM = "A kettle, a lamp, a chair and a window stand in the room, and nobody is there to count them. " * 60
 # Each turn: what the user or a tool says next. The first ones are answered by server A, the rest by server B.
 FIRST_TURNS = (
     "A worker was killed a second ago. What does its successor find?",
