@@ -227,6 +227,25 @@ def bench_sessions(directory: Path, quick: bool, as_json: bool, traces: Path | N
     _print_report(sessions.run(directory, quick=quick, json=as_json, traces=traces), as_json)
 
 
+@bench.command("engines")
+@_bench_options
+@click.option("--section", "sections", multiple=True, help="Only this section; may be repeated.")
+def bench_engines(directory: Path, quick: bool, as_json: bool, sections: tuple[str, ...]) -> None:
+    """Time to the first token through vLLM: restores beside its own prefix hit, what storing costs, its fs tier."""
+    from perdure.benchmarks import engines
+    from perdure.demo.scenes import default_model_cache
+    from perdure.errors import InvalidArgument
+
+    for name in sections:
+        if name not in engines.SECTIONS:
+            raise InvalidArgument(f"--section {name}: one of {', '.join(engines.SECTIONS)}")
+    directory.mkdir(parents=True, exist_ok=True)
+    report = engines.run(
+        directory, model_cache=default_model_cache(), quick=quick, json=as_json, sections=sections or engines.SECTIONS
+    )
+    _print_report(report, as_json)
+
+
 @main.command()
 @click.argument("directory", metavar="DIR", type=_DIRECTORY)
 @_JSON

@@ -111,10 +111,15 @@ def in_fs_tier(model: Path, folder: Path, log: Path, prompt: str, answer: dict[s
         engine.call("reset_prefix_cache", reset_connector=True)
         [after] = engine.generate([prompt], **answer)
     return {
-        "file": str(chosen.relative_to(files)), "offset": offset, "blocks": len(hashes),
-        "cached_tokens": after.cached_tokens, "identical_before": control.tokens == before.tokens, "identical": after.tokens == before.tokens, "text": after.text,
+        "file": str(chosen.relative_to(files)),
+        "offset": offset,
+        "blocks": len(hashes),
+        "cached_tokens": after.cached_tokens,
+        "identical_before": control.tokens == before.tokens,
+        "identical": after.tokens == before.tokens,
         "text_before": before.text,
-    }  # fmt: skip
+        "text": after.text,
+    }
 
 
 def _blocks(folder: Path) -> list[Path]:

@@ -32,8 +32,8 @@ _DEFAULTS: dict[str, Any] = {
 
 @dataclass(frozen=True, slots=True)
 class Generated:
-    """One answer. first_token_s: from the request's arrival in the engine; decode_s: from there to the last token; None where
-    vLLM does not say."""
+    """One answer. first_token_s: from the request's arrival in the engine; decode_s: from there to the last token. None
+    where vLLM does not say."""
 
     tokens: list[int]
     logprobs: list[float]
