@@ -26,7 +26,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 from perdure.engines.vllm import identity
 from perdure.engines.vllm.scheduler import Scheduler
 from perdure.engines.vllm.settings import Settings, settings_of
-from perdure.engines.vllm.transfers import Outcome
+from perdure.engines.vllm.transfers import Outcome, Shard
 from perdure.engines.vllm.worker import Worker
 
 _LOG = logging.getLogger("perdure.vllm")
@@ -146,7 +146,15 @@ class PerdureConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         self._guard.call(None, self._scheduler.new_epoch, always=True)
         return True
 
+    def set_xfer_handshake_metadata_pp_aware(self, metadata: dict[tuple[int, int], Any]) -> None:
+        assert self._scheduler is not None
+        self._guard.call(None, self._scheduler.handshake, metadata, always=True)
+
     # --- worker
+    def get_handshake_metadata(self) -> Shard | None:
+        assert self._worker is not None
+        return self._guard.call(None, self._worker.shard)
+
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
         assert self._worker is not None
         context = self._vllm_config.compilation_config.static_forward_context

@@ -232,3 +232,11 @@ def _let_go(promotion: Promotion) -> None:
             view.release()
         except PerdureError:
             continue
+
+
+def warm_up(spaces: Spaces) -> None:
+    """Ask for nothing, so that the first request finds the keyspaces open and the service's memory mapped."""
+    nobody = np.zeros((1, limits.key_bytes), np.uint8)
+    for group in spaces:
+        for space in group:
+            space.lookup(nobody)

@@ -24,7 +24,7 @@ from typing import Any
 from perdure import limits
 from perdure.engines.vllm import identity
 from perdure.engines.vllm.link import Link
-from perdure.engines.vllm.promote import Promoter, Promotion, Shape, Spaces
+from perdure.engines.vllm.promote import Promoter, Promotion, Shape, Spaces, warm_up
 from perdure.engines.vllm.settings import Settings
 from perdure.engines.vllm.transfers import Outcome, Part, Plan, Shard, Transfer
 
@@ -356,11 +356,21 @@ class Scheduler:
         for rank, (epoch, shard) in outcome.shards.items():
             if epoch == self._epoch:
                 self._shards[rank] = shard
-        if len(self._shards) == self._ranks and not self._weights:
-            self._weights = identity.combined_weights({rank: one.weights for rank, one in self._shards.items()})
-            _LOG.info("perdure: keyspaces are open for weights %s", self._weights[:23])
+        self._know_weights()
         if outcome.problem:
             _LOG.error("perdure: a worker is off: %s", outcome.problem)
+
+    def handshake(self, shards: dict[tuple[int, int], Any]) -> None:
+        """What the workers hold, when the engine starts."""
+        self._shards = {rank: shard for rank, shard in shards.items() if isinstance(shard, Shard)}
+        self._know_weights()
+
+    def _know_weights(self) -> None:
+        if len(self._shards) < self._ranks or self._weights:
+            return
+        weights = identity.combined_weights({rank: one.weights for rank, one in self._shards.items()})
+        self._weights = weights
+        self.promoter.later(lambda: warm_up(self._spaces(weights, "")))  # connecting takes longer than a request waits
 
     def new_epoch(self) -> None:
         """The weights may be others from now on: nothing of before is offered, nothing of after stored as of before."""

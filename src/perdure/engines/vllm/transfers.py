@@ -8,6 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
+    KVConnectorHandshakeMetadata,
     KVConnectorMetadata,
     KVConnectorWorkerMetadata,
 )
@@ -59,7 +60,7 @@ class Plan(KVConnectorMetadata):  # type: ignore[misc]
 
 
 @dataclass(slots=True)
-class Shard:
+class Shard(KVConnectorHandshakeMetadata):  # type: ignore[misc]
     """What one rank holds: the digest of its loaded weights, and the layout of each of its KV-cache groups."""
 
     weights: str

@@ -17,7 +17,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Mapping
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from typing import Any
 
 import numpy as np
@@ -38,6 +38,7 @@ from perdure.segments.landing import BlockStatus
 _LOG = logging.getLogger("perdure.vllm")
 _LOADS = 2
 _CLOSE_S = 2.0
+FIRST_DIGEST_S = 60.0  # how long the engine's start waits for it
 _FOUND = int(BlockStatus.FOUND)
 
 
@@ -61,6 +62,7 @@ class Worker:
         self._layouts: list[KVLayout] = []
         self._pages: Pages | None = None
         self._saver: Saver | None = None
+        self._first_digest: Future[None] | None = None
 
     # --- called by the engine's thread
     def register(self, kv_caches: Mapping[str, torch.Tensor], backend: str, scales: str) -> None:
@@ -70,7 +72,16 @@ class Worker:
         self._layouts = [group.layout for group in groups]
         self._pages = Pages(kv_caches, self._kv_cache_config)
         self._saver = Saver(self._settings, self._pages, self._link, self._space, self.count)
-        self._digests.submit(self._digest, self._epoch)
+        self._first_digest = self._digests.submit(self._digest, self._epoch)
+
+    def shard(self) -> Shard | None:
+        """What this rank holds, as soon as it is known at the start; None if it takes too long."""
+        if self._first_digest is None:
+            return None
+        wait([self._first_digest], FIRST_DIGEST_S)
+        with self._lock:
+            told = self._outcome.shards.get(self._rank)
+        return None if told is None else told[1]
 
     def before_step(self, plan: Plan) -> None:
         """Before the step writes to any block."""
