@@ -36,7 +36,7 @@ _LENGTH_TOKENS = 8192
 _POOL_BYTES = 2 * GIB
 _SETTLED_S = 120.0
 _POLL_S = 0.25
-# A busy machine answers late: that shows in the times, and must not turn a restore into a miss, which would end the run.
+# A busy machine answers late: that shows in the times, and must not make a miss of a restore, which ends the run.
 _SETTINGS = {"retry_s_min": 0.2, "retry_s_max": 1.0, "lookup_wait_ms_max": 2000.0}
 _RECONNECT_S = 2.0
 _FIO_BLOCK_BYTES = 2 * MIB
