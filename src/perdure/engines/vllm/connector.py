@@ -83,7 +83,7 @@ class PerdureConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
                     'with an error; set "kv_load_failure_policy": "recompute"', transfer.kv_load_failure_policy,
                 )  # fmt: skip
         else:
-            self._worker = Worker(settings, vllm_config, kv_cache_config, _rank())
+            self._worker = Worker(settings, vllm_config, kv_cache_config, _rank(vllm_config.parallel_config))
 
     @property
     def requires_kv_delivery(self) -> bool:
@@ -198,11 +198,10 @@ class PerdureConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
                 self._guard.call(None, half.close, always=True)
 
 
-def _rank() -> tuple[int, int]:
+def _rank(parallel: Any) -> tuple[int, int]:
     """(pipeline rank, tensor rank) of this worker."""
-    from vllm.distributed.parallel_state import get_pp_group, get_tensor_model_parallel_rank
-
-    return int(get_pp_group().rank_in_group), int(get_tensor_model_parallel_rank())
+    tp = int(parallel.tensor_parallel_size)
+    return int(parallel.rank) // tp % int(parallel.pipeline_parallel_size), int(parallel.rank) % tp
 
 
 def _backend(layers: Iterable[Any]) -> str:
