@@ -22,10 +22,12 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorTransferResults,
     SupportsHMA,
 )
+from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
 from perdure.engines.vllm import identity
 from perdure.engines.vllm.scheduler import Scheduler
 from perdure.engines.vllm.settings import Settings, settings_of
+from perdure.engines.vllm.stats import PromMetrics, Stats, stats_of
 from perdure.engines.vllm.transfers import Outcome, Shard
 from perdure.engines.vllm.worker import Worker
 
@@ -40,11 +42,16 @@ class Guard:
         self._settings = settings
         self._wait_s = settings.retry_s_min
         self._closed_until = 0.0
-        self.errors = 0
+        self._errors = 0
 
     @property
     def open(self) -> bool:
         return time.monotonic() >= self._closed_until
+
+    def take_errors(self) -> int:
+        """How many there were since the last time."""
+        errors, self._errors = self._errors, 0
+        return errors
 
     def call(self, default: T, function: Callable[..., T], *arguments: Any, always: bool = False) -> T:
         """What the function answers, or `default`. always: also while off."""
@@ -53,7 +60,7 @@ class Guard:
         try:
             return function(*arguments)
         except Exception:  # noqa: BLE001 - whatever it is, vLLM goes on without the cache
-            self.errors += 1
+            self._errors += 1
             self._closed_until = time.monotonic() + self._wait_s
             _LOG.exception("perdure: the connector is off for %.0f s", self._wait_s)
             self._wait_s = min(2 * self._wait_s, self._settings.retry_s_max)
@@ -83,7 +90,7 @@ class PerdureConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
                     'with an error; set "kv_load_failure_policy": "recompute"', transfer.kv_load_failure_policy,
                 )  # fmt: skip
         else:
-            self._worker = Worker(settings, vllm_config, kv_cache_config, _rank())
+            self._worker = Worker(settings, vllm_config, kv_cache_config, _rank(vllm_config.parallel_config))
 
     @property
     def requires_kv_delivery(self) -> bool:
@@ -150,6 +157,35 @@ class PerdureConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         assert self._scheduler is not None
         self._guard.call(None, self._scheduler.handshake, metadata, always=True)
 
+    def get_external_cache_hit_sources(self, request: Any, num_external_tokens: int) -> dict[CacheHitSource, int]:
+        assert self._scheduler is not None
+        unknown = {CacheHitSource.EXTERNAL_UNSPECIFIED: num_external_tokens} if num_external_tokens else {}
+        if not num_external_tokens:
+            return unknown
+        return self._guard.call(unknown, self._scheduler.sources, request, num_external_tokens)
+
+    # --- both
+    def get_kv_connector_stats(self) -> Stats | None:
+        counters: dict[str, float] = {}
+        saved_s: list[float] = []
+        if self._worker is not None:
+            counters = self._worker.tally.take()
+        if self._scheduler is not None:
+            counters, saved_s = self._scheduler.tally.take(), self._scheduler.saved_s
+            self._scheduler.saved_s = []
+        counters["errors"] = self._guard.take_errors()
+        return stats_of(counters, saved_s)
+
+    @classmethod
+    def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> Stats | None:
+        return Stats(data=data or {})
+
+    @classmethod
+    def build_prom_metrics(
+        cls, vllm_config: Any, metric_types: Any, labelnames: list[str], per_engine_labelvalues: Any
+    ) -> PromMetrics:
+        return PromMetrics(vllm_config, metric_types, labelnames, per_engine_labelvalues)
+
     # --- worker
     def get_handshake_metadata(self) -> Shard | None:
         assert self._worker is not None
@@ -198,11 +234,10 @@ class PerdureConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
                 self._guard.call(None, half.close, always=True)
 
 
-def _rank() -> tuple[int, int]:
+def _rank(parallel: Any) -> tuple[int, int]:
     """(pipeline rank, tensor rank) of this worker."""
-    from vllm.distributed.parallel_state import get_pp_group, get_tensor_model_parallel_rank
-
-    return int(get_pp_group().rank_in_group), int(get_tensor_model_parallel_rank())
+    tp = int(parallel.tensor_parallel_size)
+    return int(parallel.rank) // tp % int(parallel.pipeline_parallel_size), int(parallel.rank) % tp
 
 
 def _backend(layers: Iterable[Any]) -> str:

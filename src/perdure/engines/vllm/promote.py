@@ -30,7 +30,6 @@ _LOG = logging.getLogger("perdure.vllm")
 _THREADS = 2
 _ROUND_BYTES = 32 * limits.MIB  # held between two looks at the clock
 _CONNECT_S = 0.2
-_LATE_S = 30.0  # a promotion that nobody asked about for so long is let go of
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +55,7 @@ class Promotion:
     """first: tokens that the engine has itself. stored: tokens up to which the service has the prefix.
 
     usable: tokens of the prefix that may be loaded now. from_memory: tokens of them that were in the service's memory
-    already. asked: when it was started, in monotonic seconds.
+    already. asked: when it was started, in monotonic seconds. stopped: bring no more. wanted: hold what there is.
     """
 
     first: int
@@ -66,6 +65,7 @@ class Promotion:
     usable: int = 0
     from_memory: int = 0
     done: bool = False
+    stopped: bool = False
     wanted: bool = True
     views: list[Any] = field(default_factory=list)
 
@@ -103,9 +103,8 @@ class Promoter:
 
     def release(self, promotion: Promotion) -> None:
         promotion.wanted = False
-        if promotion.done and not promotion.views:
-            return
-        self.later(lambda: _let_go(promotion))
+        if promotion.done and promotion.views:
+            self.later(lambda: _let_go(promotion))
 
     def close(self) -> None:
         self._threads.shutdown(wait=False, cancel_futures=True)
@@ -188,7 +187,7 @@ class Promoter:
             usable, memory = self._hold(promotion, keys[low:high], space, until)
             promotion.from_memory += memory * step
             promotion.usable = (low + usable) * step
-            if usable < high - low or not promotion.wanted or time.monotonic() >= until:
+            if usable < high - low or promotion.stopped or not promotion.wanted:
                 return
 
     def _hold_all(
@@ -204,7 +203,7 @@ class Promoter:
                 for low, high in _rounds(start, end // step, space.layout.block_bytes):
                     usable, from_memory = self._hold(promotion, named[low:high], space, until)
                     held += from_memory
-                    if usable < high - low or not promotion.wanted or time.monotonic() >= until:
+                    if usable < high - low or promotion.stopped or not promotion.wanted:
                         return
                 memory = min(memory, held * step)
         promotion.from_memory, promotion.usable = memory, end

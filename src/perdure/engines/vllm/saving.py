@@ -132,7 +132,10 @@ class Saver:
             self._closed = True
             self._cancel(list(self._waiting))
             self._changed.notify_all()
+        self._thread.join(wait_s)
         self._writers.shutdown(wait=False, cancel_futures=True)
+        if self._staging is not None:
+            self._staging.close()
 
     # --- its own threads
     def _work(self) -> None:

@@ -71,20 +71,15 @@ class Shard(KVConnectorHandshakeMetadata):  # type: ignore[misc]
 class Outcome(KVConnectorWorkerMetadata):  # type: ignore[misc]
     """What the workers tell the scheduler. shards: by (pipeline rank, tensor rank), with the epoch they belong to.
 
-    loaded: job -> (bytes, seconds) of loads that went well. tripped: what a canary found. problem: why a worker is off.
+    tripped: what a canary found. problem: why a worker is off.
     """
 
     shards: dict[tuple[int, int], tuple[int, Shard]] = field(default_factory=dict)
-    loaded: dict[int, tuple[int, float]] = field(default_factory=dict)
     tripped: str = ""
     problem: str = ""
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> Outcome:
         assert isinstance(other, Outcome)
-        loaded = dict(self.loaded)
-        for job, (size, seconds) in other.loaded.items():
-            known = loaded.get(job, (0, 0.0))
-            loaded[job] = (known[0] + size, max(known[1], seconds))
         return Outcome(
-            self.shards | other.shards, loaded, self.tripped or other.tripped, self.problem or other.problem
+            self.shards | other.shards, self.tripped or other.tripped, self.problem or other.problem
         )  # fmt: skip

@@ -15,7 +15,6 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections import Counter
 from collections.abc import Mapping
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from typing import Any
@@ -29,6 +28,7 @@ from perdure.engines.vllm.link import Link
 from perdure.engines.vllm.pages import Pages
 from perdure.engines.vllm.saving import Saver
 from perdure.engines.vllm.settings import Settings
+from perdure.engines.vllm.stats import Tally
 from perdure.engines.vllm.transfers import Outcome, Part, Plan, Shard, Transfer
 from perdure.errors import PerdureError
 from perdure.io.memory import aligned_buffer
@@ -56,7 +56,7 @@ class Worker:
         self._finished: set[str] = set()
         self._failed: set[str] = set()
         self._bad_blocks: set[int] = set()
-        self._counters: Counter[str] = Counter()
+        self.tally = Tally()
         self._outcome = Outcome()
         self._epoch = 0
         self._layouts: list[KVLayout] = []
@@ -71,7 +71,7 @@ class Worker:
         )
         self._layouts = [group.layout for group in groups]
         self._pages = Pages(kv_caches, self._kv_cache_config)
-        self._saver = Saver(self._settings, self._pages, self._link, self._space, self.count)
+        self._saver = Saver(self._settings, self._pages, self._link, self._space, self.tally.add)
         self._first_digest = self._digests.submit(self._digest, self._epoch)
 
     def shard(self) -> Shard | None:
@@ -106,6 +106,8 @@ class Worker:
 
     def after_step(self, plan: Plan) -> None:
         """After the step's blocks were written."""
+        for transfer in plan.checks:
+            self._check(transfer, plan.weights)
         self._save(plan.saves, plan)
 
     def _save(self, transfers: list[Transfer], plan: Plan) -> None:
@@ -132,11 +134,6 @@ class Worker:
             outcome, self._outcome = self._outcome, Outcome()
         return None if outcome == Outcome() else outcome
 
-    def counters(self) -> dict[str, float]:
-        with self._lock:
-            counters, self._counters = self._counters, Counter()
-        return dict(counters)
-
     def close(self) -> None:
         if self._saver is not None:
             self._saver.close(_CLOSE_S)
@@ -145,10 +142,6 @@ class Worker:
         self._link.close()
 
     # --- its own threads
-    def count(self, **amounts: float) -> None:
-        with self._lock:
-            self._counters.update(amounts)
-
     def _space(self, digest: str, lora: str, group: int) -> Any:
         return self._link.space(digest, lora, self._layouts[group])
 
@@ -185,9 +178,8 @@ class Worker:
         except Exception as error:  # noqa: BLE001 - reported as blocks that did not come
             self._link.failed(error)
             bad = [block for part in transfer.parts for block in part.block_ids]
-        with self._lock:
-            if not bad:
-                self._outcome.loaded[transfer.job] = (size, time.monotonic() - started)
+        if not bad:
+            self.tally.add(loads=1, loaded_bytes=size, load_seconds=time.monotonic() - started)
         self._report(transfer, bad)
 
     def _read(self, part: Part, digest: str, lora: str, until: float, after: Any) -> NDArray[np.bool_]:
@@ -208,11 +200,42 @@ class Worker:
             self._pages.scatter(part.group, [part.block_ids[at] for at in which], rows[which], after)
         return found
 
+    def _check(self, transfer: Transfer, digest: str) -> None:
+        """Compare blocks that were computed in this step with what is stored under their names."""
+        if self._pages is None or transfer.epoch != self._epoch:
+            return
+        for part in transfer.parts:
+            size = self._layouts[part.group].block_bytes
+            computed = np.zeros((len(part.block_ids), size), np.uint8)
+            self._pages.gather(part.group, part.block_ids, computed, self._pages.mark())
+            self._loads.submit(self._compare, part, digest, transfer.lora, computed)
+
+    def _compare(self, part: Part, digest: str, lora: str, computed: NDArray[np.uint8]) -> None:
+        try:
+            space = self._space(digest, lora, part.group)
+            stored = np.zeros_like(computed)
+            keys = adopt_hashes(space.digest, part.hashes)
+            report = space.read(keys, stored.reshape(-1), deadline_s=self._settings.load_deadline_ms / 1000)
+            if report.usable < len(keys):
+                return
+        except PerdureError as error:
+            self._link.failed(error)
+            return
+        difference = _difference(computed, stored, space.layout)
+        self.tally.add(canaries=1)
+        if difference > self._settings.canary_tolerance:
+            self.tally.add(canaries_tripped=1)
+            with self._lock:
+                self._outcome.tripped = (
+                    f"a stored block differs by {difference:.3g} from what was computed (canary_tolerance is "
+                    f"{self._settings.canary_tolerance:g}): key {keys[0].tobytes().hex()}"
+                )
+
     def _report(self, transfer: Transfer, bad: list[int]) -> None:
         with self._lock:
             self._finished.add(transfer.request)
             if bad:
-                self._counters.update(failed_loads=1, failed_blocks=len(bad))
+                self.tally.add(failed_loads=1, failed_blocks=len(bad))
                 if len(self._layouts) > 1:
                     self._failed.add(transfer.request)
                 else:
@@ -221,3 +244,11 @@ class Worker:
     def _give_up(self, transfer: Transfer, error: Exception) -> None:
         self._link.failed(error)
         self._report(transfer, [block for part in transfer.parts for block in part.block_ids])
+
+
+def _difference(one: NDArray[np.uint8], other: NDArray[np.uint8], layout: KVLayout) -> float:
+    """Of two sets of blocks, relative to their size; in any layout of elements, as long as both have the same."""
+    name = {"float8_e4m3": "float8_e4m3fn"}.get(layout.kv_dtype or layout.dtype, layout.kv_dtype or layout.dtype)
+    first, second = (torch.from_numpy(bits.reshape(-1)).view(getattr(torch, name)).float() for bits in (one, other))
+    scale = float(torch.linalg.vector_norm(second))
+    return float(torch.linalg.vector_norm(first - second)) / max(scale, 1e-12)
