@@ -32,7 +32,8 @@ _DEFAULTS: dict[str, Any] = {
 
 @dataclass(frozen=True, slots=True)
 class Generated:
-    """One answer. first_token_s: from the request's arrival in the engine, None where vLLM does not say."""
+    """One answer. first_token_s: from the request's arrival in the engine; decode_s: from there to the last token. None
+    where vLLM does not say."""
 
     tokens: list[int]
     logprobs: list[float]
@@ -40,6 +41,8 @@ class Generated:
     cached_tokens: int | None
     finish: str | None
     first_token_s: float | None
+    decode_s: float | None
+    prompt_tokens: list[int]
     prompt_logprobs: list[float] | None = None
 
 
@@ -200,6 +203,8 @@ def _answer(output: Any) -> dict[str, Any]:
         "cached_tokens": output.num_cached_tokens,
         "finish": one.finish_reason,
         "first_token_s": getattr(output.metrics, "first_token_latency", None),
+        "decode_s": None if output.metrics is None else output.metrics.last_token_ts - output.metrics.first_token_ts,
+        "prompt_tokens": list(output.prompt_token_ids),
         "prompt_logprobs": None if prompt is None else [
             entry[token].logprob for token, entry in zip(output.prompt_token_ids, prompt, strict=True) if entry
         ],
