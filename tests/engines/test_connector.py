@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import random
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -19,21 +21,40 @@ def prompt_of(count: int, seed: int = 1) -> list[int]:
     return [rng.randrange(1, 999) for _ in range(count)]
 
 
-@pytest.fixture
-def folder(tmp_path: Path) -> Iterator[Path]:
-    with serving(tmp_path / "store"):
-        yield tmp_path
+class Service:
+    """A service that can be ended and started in the middle of a test."""
+
+    def __init__(self, folder: Path):
+        self.folder, self._stack = folder, contextlib.ExitStack()
+
+    @property
+    def url(self) -> str:
+        return f"unix://{self.folder}/store/perdure.sock"
+
+    def start(self) -> None:
+        self.store, _ = self._stack.enter_context(serving(self.folder / "store"))
+
+    def stop(self) -> None:
+        self._stack.close()
 
 
 @pytest.fixture
-def engine(folder: Path) -> Iterator[Callable[..., Any]]:
+def service(tmp_path: Path) -> Iterator[Service]:
+    one = Service(tmp_path)
+    one.start()
+    yield one
+    one.stop()
+
+
+@pytest.fixture
+def engine(service: Service) -> Iterator[Callable[..., Any]]:
     """engine(**arguments of SimEngine): an engine on the test's service."""
     from support.engine_sim import SimEngine
 
     made: list[SimEngine] = []
 
     def start(**arguments: Any) -> SimEngine:
-        made.append(SimEngine(folder, f"unix://{folder}/store/perdure.sock", **arguments))
+        made.append(SimEngine(service.folder, service.url, **arguments))
         return made[-1]
 
     yield start
@@ -127,3 +148,161 @@ def test_pressure_preempts_and_overwrites_and_nothing_is_stored_wrong(
     for at, prompt in enumerate(prompts):
         assert last.ask(f"r{at}", prompt, tokens=60) == answer(prompt, 60)
     assert sum(last.external.values()) > 0
+
+
+# --- the service is away, dies, or has something else
+def test_an_engine_without_a_service_computes(engine: Callable[..., Any], service: Service) -> None:
+    from support.engine_sim import answer
+
+    service.stop()
+    one = engine()
+    prompt = prompt_of(200)
+    assert one.ask("a", prompt) == answer(prompt, 4)
+    assert one.ask("b", prompt_of(100, 2)) == answer(prompt_of(100, 2), 4)
+
+
+@pytest.mark.parametrize("window", [None, 64])
+def test_the_service_dies_before_a_load(engine: Callable[..., Any], service: Service, window: int | None) -> None:
+    """FAULTS 30, 31: reported once, by block or for the request; computed; not offered again."""
+    from support.engine_sim import answer
+
+    prompt = prompt_of(300)
+    first = engine(window_tokens=window)
+    first.ask("a", prompt)
+    first.settle()
+    second = engine(window_tokens=window)
+    second.before_loads = service.stop
+    assert second.ask("a", prompt, tokens=30) == answer(prompt, 30)
+    assert second.counters["hits"] == 1
+    assert second.counters["failed_loads"] == 1
+    assert second.finished["a"] == "length"
+
+
+def test_the_service_dies_and_comes_back(engine: Callable[..., Any], service: Service) -> None:
+    from support.engine_sim import answer
+
+    one = engine(extra={"retry_s_min": 0.01, "retry_s_max": 0.02}, enable_prefix_caching=False)
+    prompts = [prompt_of(200, seed) for seed in range(4)]
+    one.ask("a", prompts[0])
+    service.stop()
+    for at, prompt in enumerate(prompts):
+        assert one.ask(f"away{at}", prompt) == answer(prompt, 4)
+    service.start()
+    give_up = time.monotonic() + 30
+    while not one.counters["hits"]:
+        assert one.ask(f"back{one.steps}", prompts[1]) == answer(prompts[1], 4)
+        assert time.monotonic() < give_up
+
+
+@pytest.mark.parametrize("window", [None, 64])
+def test_a_damaged_block_is_a_miss(engine: Callable[..., Any], service: Service, window: int | None) -> None:
+    from support.engine_sim import answer
+
+    prompt = prompt_of(300)
+    first = engine(window_tokens=window)
+    first.ask("a", prompt)
+    first.settle()
+    service.stop()
+    for segment in (service.folder / "store" / "segments").glob("*/*.seg"):
+        raw = bytearray(segment.read_bytes())
+        for at in range(4096 + 100, len(raw), 64 * 1024):  # inside a payload here and there
+            raw[at] ^= 1
+        segment.write_bytes(raw)
+    service.start()
+    second = engine(window_tokens=window)
+    assert second.ask("a", prompt) == answer(prompt, 4)
+    assert second.external["a"] < 288
+    assert second.counters["failed_loads"] == 0
+
+
+# --- requests that end early, or find no room
+def test_aborts_while_queued_while_loading_and_while_saving(engine: Callable[..., Any]) -> None:
+    """FAULTS 31: whatever ends when, the engine comes to an end and its blocks are free."""
+    from support.engine_sim import answer
+
+    prompt = prompt_of(400)
+    first = engine()
+    first.ask("a", prompt)
+    first.settle()
+    second = engine()
+    second.add("queued", prompt)
+    second.abort("queued")
+    second.add("loading", prompt)
+    second.before_loads = lambda: second.abort("loading")
+    second.run()
+    second.before_loads = None
+    second.add("saving", prompt_of(300, 7), tokens=50)
+    for _ in range(3):
+        second.step()
+    second.abort("saving")
+    second.run()
+    assert not second.scheduler.requests
+    assert not second.connector._scheduler._loading
+    assert not second.connector._scheduler._requests
+    pool = second.scheduler.kv_cache_manager.block_pool
+    assert pool.get_num_free_blocks() == second.cache_config.num_blocks - 1
+    assert second.ask("a", prompt) == answer(prompt, 4)
+
+
+def test_hits_that_need_all_blocks_do_not_park_the_engine(engine: Callable[..., Any]) -> None:
+    """FAULTS 32."""
+    from support.engine_sim import answer
+
+    prompts = [prompt_of(321, seed) for seed in range(3)]
+    first = engine(blocks=512)
+    for at, prompt in enumerate(prompts):
+        first.ask(f"r{at}", prompt)
+    first.settle()
+    for blocks in (41, 42, 43, 44, 62, 64):
+        second = engine(blocks=blocks)
+        for at, prompt in enumerate(prompts):
+            second.add(f"r{at}", prompt, tokens=40)
+        second.run()
+        for at, prompt in enumerate(prompts):
+            assert second.outputs[f"r{at}"] == answer(prompt, 40)
+
+
+# --- weights, modes, what it counts
+def test_weights_that_change_are_another_keyspace(engine: Callable[..., Any]) -> None:
+    """FAULTS 27: 0 old blocks used; they hit again when the old weights return."""
+    prompt = prompt_of(200)
+    one = engine(extra={"weights": ""}, enable_prefix_caching=False)
+
+    def reset(value: float) -> None:
+        assert one.connector.reset_cache() is True
+        one.model.get_parameter("0.weight").data.fill_(value)
+
+    one.ask("a", prompt)
+    one.settle()
+    reset(2.0)
+    one.ask("b", prompt)
+    one.settle()
+    one.ask("c", prompt)
+    reset(1.0)
+    one.ask("d", prompt)
+    assert [one.external[name] for name in "abcd"] == [0, 0, 192, 192]
+
+
+def test_shadow_counts_and_loads_nothing(engine: Callable[..., Any]) -> None:
+    prompt = prompt_of(200)
+    first = engine(extra={"mode": "shadow"})
+    first.ask("a", prompt)
+    first.settle()
+    second = engine(extra={"mode": "shadow"})
+    second.ask("a", prompt)
+    second.run()
+    assert second.external["a"] == 0
+    assert second.counters["shadow_hit_tokens"] == 192
+    assert second.counters["hits"] == 0
+
+
+def test_a_canary_finds_wrong_blocks(engine: Callable[..., Any]) -> None:
+    prompt = prompt_of(200)
+    first = engine()
+    first.ask("a", prompt)
+    first.settle()
+    second = engine(extra={"canary_percent": 100})
+    second.ask("a", prompt, tokens=20)
+    assert second.external["a"] == 192 - 16
+    assert second.counters["canaries"] == 1
+    assert second.counters["canaries_tripped"] == 0

@@ -12,7 +12,8 @@ from __future__ import annotations
 import json
 import time
 import zlib
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -33,10 +34,13 @@ from vllm.v1.kv_cache_interface import (
 from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 
+from perdure.engines.vllm.stats import COUNTERS
+
 BLOCK_TOKENS = 16
 HEADS, HEAD_DIM = 2, 16
 LAYERS = 2  # per group
 RUN_S = 60.0
+_PATIENT = {"lookup_wait_ms_max": 20_000, "promote_wait_ms_max": 20_000}  # no test is to depend on the machine's speed
 
 
 def _config(folder: Path, url: str, extra: dict[str, Any], **arguments: Any) -> Any:
@@ -53,7 +57,7 @@ def _config(folder: Path, url: str, extra: dict[str, Any], **arguments: Any) -> 
     transfer = {
         "kv_connector": "PerdureConnector", "kv_connector_module_path": "perdure.engines.vllm", "kv_role": "kv_both",
         "kv_load_failure_policy": "recompute",
-        "kv_connector_extra_config": {"url": url, "weights": "sha256:sim", "lookup_wait_ms_max": 10_000} | extra,
+        "kv_connector_extra_config": {"url": url, **_PATIENT, "weights": "sha256:sim"} | extra,
     }  # fmt: skip
     chosen = {
         "model": str(model), "skip_tokenizer_init": True, "dtype": "float32", "enforce_eager": True,
@@ -98,6 +102,7 @@ class SimEngine:
         self.cache = [torch.zeros(blocks, HEADS, BLOCK_TOKENS, 2 * HEAD_DIM) for _ in range(LAYERS)]
         from perdure.engines.vllm import PerdureConnector
 
+        self.model = _Model([name for group in groups for name in group.layer_names])
         self.worker = PerdureConnector(self.config, KVConnectorRole.WORKER, self.cache_config)
         caches = {f"layers.{at + LAYERS * group}.attn": self.cache[at]
                   for group in range(len(groups)) for at in range(LAYERS)}  # fmt: skip
@@ -120,6 +125,8 @@ class SimEngine:
         self.external: dict[str, int] = {}
         self.steps = 0
         self.requests: list[Request] = []
+        self.before_loads: Callable[[], object] | None = None
+        self.counters: Counter[str] = Counter()
 
     # --- requests
     def add(
@@ -169,6 +176,8 @@ class SimEngine:
         self._update_tables(plan)
         for name, count in plan.num_scheduled_tokens.items():
             self._compute(name, count)
+        if meta.loads and self.before_loads is not None:
+            self.before_loads()
         self.worker.start_load_kv(None)
         self.worker.wait_for_save()
         told = KVConnectorOutput()
@@ -176,6 +185,9 @@ class SimEngine:
         told.finished_recving, told.failed_recving = results.finished_recving, results.failed_recving
         told.invalid_block_ids = self.worker.get_block_ids_with_load_errors()
         told.kv_connector_stats = self.worker.get_kv_connector_stats()
+        for stats in (told.kv_connector_stats, self.connector.get_kv_connector_stats()):
+            if stats is not None:
+                self.counters.update({name: amount for name, amount in stats.data.items() if name in COUNTERS})
         told.kv_connector_worker_meta = self.worker.build_connector_worker_meta()
         self.worker.clear_connector_metadata()
         names = list(plan.num_scheduled_tokens)
@@ -245,12 +257,26 @@ class SimEngine:
     def close(self) -> None:
         self.connector.shutdown()
         self.worker.shutdown()
+        del self.model
 
     def __enter__(self) -> SimEngine:
         return self
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+
+class _Model(torch.nn.Module):
+    """Has weights, and layers that say what vLLM calls them."""
+
+    def __init__(self, names: list[str]):
+        super().__init__()
+        for at, name in enumerate(names):
+            layer = torch.nn.Linear(4, 4)
+            torch.nn.init.ones_(layer.weight)
+            torch.nn.init.ones_(layer.bias)
+            layer.layer_name = name
+            self.add_module(str(at), layer)
 
 
 def kv_values(tokens: Sequence[int]) -> torch.Tensor:

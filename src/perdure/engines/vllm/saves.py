@@ -23,8 +23,8 @@ class RequestState:
 
     epoch, preemptions: when it was admitted last; blocks computed before are not its own any more. computed: the
     engine's own hit when tokens were offered. saved: per group, blocks that are saved or need not be. load: the job
-    that is going on. refused: offered nothing any more. canary: position in tokens up to which a block that is stored
-    is computed all the same.
+    that is going on. refused: offered nothing any more. asked: when it first waited for the weights' digest.
+    canary: position in tokens up to which a block that is stored is computed all the same.
     """
 
     request: Any
@@ -35,6 +35,7 @@ class RequestState:
     computed: int = 0
     load: int | None = None
     refused: bool = False
+    asked: float = 0.0
     canary: int = 0
     counted: bool = False
     sources: dict[bool, int] = field(default_factory=dict)

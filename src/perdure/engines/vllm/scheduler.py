@@ -36,6 +36,7 @@ from perdure.engines.vllm.transfers import Outcome, Part, Plan, Shard, Transfer
 
 _LOG = logging.getLogger("perdure.vllm")
 STILL_S_MAX = 1.0  # so long nothing is computed and nothing loaded while tokens are offered: there is no room for them
+DIGEST_S_MAX = 60.0  # after an epoch's start; requests wait for the digest as for an answer of the service
 _RATE_TOKENS_MIN = 64  # a step of fewer tokens says nothing about the speed of prefill
 _RATE_WEIGHT = 0.3
 
@@ -68,6 +69,7 @@ class Scheduler:
         self._epoch = 0
         self._shards: dict[tuple[int, int], Shard] = {}
         self._weights = ""
+        self._weights_by = 0.0  # until when it is worth waiting for their digest
         self.tripped = ""
         self._requests: dict[str, RequestState] = {}
         self._loading: dict[int, _Load] = {}
@@ -156,9 +158,15 @@ class Scheduler:
         if request.num_preemptions != state.preemptions or state.epoch != self._epoch:
             state.preemptions, state.epoch = request.num_preemptions, self._epoch
             self._let_go(state)
-        if state.refused or request.skip_reading_prefix_cache or not self._working:
-            return 0, False
         now = time.monotonic()
+        if state.refused or request.skip_reading_prefix_cache:
+            return 0, False
+        if not self._weights and self._weights_by > now:
+            state.asked = state.asked or now
+            if (now - state.asked) * 1000 < self._settings.lookup_wait_ms_max:
+                return None, False
+        if not self._working:
+            return 0, False
         promotion = state.promotion
         if promotion is None or computed < promotion.first or (promotion.done and now - promotion.asked > self._held_s):
             self._start(state, computed)
@@ -355,6 +363,7 @@ class Scheduler:
                 self._shards[rank] = shard
         self._know_weights()
         if outcome.problem:
+            self._weights_by = 0.0
             _LOG.error("perdure: a worker is off: %s", outcome.problem)
         if outcome.tripped and not self.tripped:
             self.tripped = outcome.tripped
@@ -376,6 +385,7 @@ class Scheduler:
         """The weights may be others from now on: nothing of before is offered, nothing of after stored as of before."""
         self._epoch += 1
         self._shards, self._weights = {}, ""
+        self._weights_by = time.monotonic() + DIGEST_S_MAX
         for state in self._requests.values():
             if state.load is None:
                 self._let_go(state)
