@@ -24,7 +24,8 @@ class RequestState:
     epoch, preemptions: when it was admitted last; blocks computed before are not its own any more. computed: the
     engine's own hit when tokens were offered. saved: per group, blocks that are saved or need not be. load: the job
     that is going on. refused: offered nothing any more. asked: when it first waited for the weights' digest.
-    canary: position in tokens up to which a block that is stored is computed all the same.
+    canary: position in tokens up to which a block that is stored is computed all the same. offered: when it was first
+    offered tokens.
     """
 
     request: Any
@@ -37,6 +38,7 @@ class RequestState:
     refused: bool = False
     asked: float = 0.0
     canary: int = 0
+    offered: float = 0.0
     counted: bool = False
     sources: dict[bool, int] = field(default_factory=dict)
     store_tokens_max: int | None = None

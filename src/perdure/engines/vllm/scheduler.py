@@ -181,7 +181,8 @@ class Scheduler:
         if self._settings.mode != "on":
             self._count_shadow(state, tokens)
             return 0, False
-        if self._still_since is not None and now - self._still_since > STILL_S_MAX:
+        state.offered = state.offered or now  # an engine that was idle before did not stand still
+        if self._still_since is not None and now - max(self._still_since, state.offered) > STILL_S_MAX:
             self.tally.add(offers_declined=1)
             state.refused = True
             self._let_go(state)
