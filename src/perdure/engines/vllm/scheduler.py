@@ -19,11 +19,13 @@ import zlib
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
 from perdure import limits
+from perdure.engines.control import Watch, file_of
 from perdure.engines.vllm import identity
 from perdure.engines.vllm.adapters import Adapters
 from perdure.engines.vllm.generated import Generated
@@ -81,6 +83,8 @@ class Scheduler:
         self._last_step: tuple[float, int] | None = None
         self._still_since: float | None = None
         self._pool: Any = None
+        self._watch = Watch(_control_file(settings))
+        self._switch = self._watch.switch
 
     def bind_pool(self, block_pool: Any) -> None:
         """vLLM's pool: says what the engine has itself."""
@@ -88,10 +92,22 @@ class Scheduler:
 
     @property
     def _working(self) -> bool:
-        return bool(self._weights) and self._link.up and not self.tripped
+        return bool(self._weights) and self._link.up and not self.tripped and not self._switch.off
+
+    def _obey(self) -> None:
+        """What an operator has told meanwhile."""
+        told, known = self._watch.switch, self._switch
+        if told is known:
+            return
+        self._switch = told
+        if told.on != known.on:
+            self.tripped = ""
+        if told.weights != known.weights:
+            self.new_epoch()
 
     # --- a request comes, asks, and gets its blocks
     def on_new_request(self, request: Any) -> None:
+        self._obey()
         state = self._state(request)
         if request.skip_reading_prefix_cache:
             self.tally.add(prompt_logprobs=1)
@@ -273,6 +289,7 @@ class Scheduler:
 
     # --- each step
     def plan(self, output: Any) -> Plan:
+        self._obey()
         plan, self._plan = self._plan, Plan()
         plan.epoch, plan.weights = self._epoch, self._weights
         self._saves.note_overwritten(plan, output)
@@ -393,5 +410,12 @@ class Scheduler:
     def close(self) -> None:
         for state in self._requests.values():
             self._let_go(state)
+        self._watch.close()
         self._promoter.close()
         self._link.close()
+
+
+def _control_file(settings: Settings) -> Path | None:
+    if settings.control:
+        return Path(settings.control)
+    return None if settings.url.startswith(("tcp://", "nixl://")) else file_of(settings.url)
