@@ -306,3 +306,23 @@ def test_a_canary_finds_wrong_blocks(engine: Callable[..., Any]) -> None:
     assert second.external["a"] == 192 - 16
     assert second.counters["canaries"] == 1
     assert second.counters["canaries_tripped"] == 0
+
+
+def test_an_operator_turns_it_off_and_on(engine: Callable[..., Any], service: Service) -> None:
+    from perdure.engines import control
+
+    path = control.file_of(service.url)
+    prompt = prompt_of(200)
+    one = engine(enable_prefix_caching=False)
+    one.ask("a", prompt)
+    one.settle()
+    for name, off, external in (("b", True, 0), ("c", False, 192)):
+        control.tell(path, off=off)
+        one.connector._scheduler._watch.look()
+        one.ask(name, prompt)
+        assert one.external[name] == external
+    control.tell(path, weights=True)
+    one.connector._scheduler._watch.look()
+    one.ask("d", prompt)
+    assert one.connector._scheduler._epoch == 1
+    assert one.external["d"] == 192

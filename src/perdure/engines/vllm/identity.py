@@ -78,12 +78,27 @@ def refusals(vllm_config: Any, kv_cache_config: Any | None = None) -> list[Refus
                 f"{TIER}, or method ngram",
             )
         )  # fmt: skip
+    if kv_cache_config is None and getattr(getattr(vllm_config, "model_config", None), "has_inner_state", False):
+        found.append(Refusal("Mamba or linear attention state", "the model", TIER))
     if kv_cache_config is not None:
         found += _refused_groups(kv_cache_config)
         layout = kv_cache_config.kv_cache_layout
         if layout in _SCATTERED:
             found.append(Refusal("a KV cache with pages in pieces", f"KV layout {layout}", "layout LBHNC or LBNHC"))
     return found
+
+
+def config_of(model: str) -> Any:
+    """vLLM's configuration of a model, as its own defaults make it. Raises InvalidArgument without vLLM."""
+    try:
+        from vllm.engine.arg_utils import EngineArgs
+    except ImportError as error:
+        raise InvalidArgument(f"to judge a model vLLM has to be installed here ({error})") from None
+    check_version()
+    try:
+        return EngineArgs(model=model).create_engine_config()
+    except (ValueError, OSError, RuntimeError) as error:
+        raise InvalidArgument(f"{model}: vLLM refuses it: {error}") from error
 
 
 def _refused_parallelism(parallel: Any) -> Iterator[Refusal]:

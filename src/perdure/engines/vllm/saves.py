@@ -56,6 +56,10 @@ class Saves:
         per_block = self._shapes[group].block_tokens // self._hash_tokens
         return Part(group, list(block_ids), [request.block_hashes[(at + 1) * per_block - 1] for at in positions])
 
+    def next_full(self, state: RequestState) -> int:
+        """With how many computed tokens the next block is full, at the earliest."""
+        return min((saved + 1) * shape.block_tokens for saved, shape in zip(state.saved, self._shapes, strict=True))
+
     def full(self, state: RequestState, computed: int, table: Callable[[], Sequence[Sequence[int]]]) -> list[Part]:
         """Blocks that are full now and were not saved. table: gives the request's block ids, when they are needed."""
         request = state.request

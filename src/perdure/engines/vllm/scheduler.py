@@ -19,11 +19,13 @@ import zlib
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
 from perdure import limits
+from perdure.engines.control import Watch, file_of
 from perdure.engines.vllm import identity
 from perdure.engines.vllm.adapters import Adapters
 from perdure.engines.vllm.generated import Generated
@@ -36,6 +38,7 @@ from perdure.engines.vllm.transfers import Outcome, Part, Plan, Shard, Transfer
 
 _LOG = logging.getLogger("perdure.vllm")
 STILL_S_MAX = 1.0  # so long nothing is computed and nothing loaded while tokens are offered: there is no room for them
+SAVES_PER_STEP_MAX = 16  # about 0.1 ms; when a window slides on nothing can be put off
 DIGEST_S_MAX = 60.0  # after an epoch's start; requests wait for the digest as for an answer of the service
 _RATE_TOKENS_MIN = 64  # a step of fewer tokens says nothing about the speed of prefill
 _RATE_WEIGHT = 0.3
@@ -56,6 +59,7 @@ class Scheduler:
         self._settings = settings
         groups = identity.groups_of(vllm_config, kv_cache_config)
         self.shapes = [Shape(group.block_tokens, group.window_tokens) for group in groups]
+        self._windowed = any(shape.window_tokens is not None for shape in self.shapes)
         self._hash_tokens = hash_tokens
         self._link = Link(settings, "vllm scheduler", settings.model or identity.model_name(vllm_config))
         wait_s = (settings.load_deadline_ms + settings.promote_wait_ms_max) / 1000
@@ -81,6 +85,8 @@ class Scheduler:
         self._last_step: tuple[float, int] | None = None
         self._still_since: float | None = None
         self._pool: Any = None
+        self._watch = Watch(_control_file(settings))
+        self._switch = self._watch.switch
 
     def bind_pool(self, block_pool: Any) -> None:
         """vLLM's pool: says what the engine has itself."""
@@ -88,10 +94,22 @@ class Scheduler:
 
     @property
     def _working(self) -> bool:
-        return bool(self._weights) and self._link.up and not self.tripped
+        return bool(self._weights) and self._link.up and not self.tripped and not self._switch.off
+
+    def _obey(self) -> None:
+        """What an operator has told meanwhile."""
+        told, known = self._watch.switch, self._switch
+        if told is known:
+            return
+        self._switch = told
+        if told.on != known.on:
+            self.tripped = ""
+        if told.weights != known.weights:
+            self.new_epoch()
 
     # --- a request comes, asks, and gets its blocks
     def on_new_request(self, request: Any) -> None:
+        self._obey()
         state = self._state(request)
         if request.skip_reading_prefix_cache:
             self.tally.add(prompt_logprobs=1)
@@ -274,21 +292,32 @@ class Scheduler:
 
     # --- each step
     def plan(self, output: Any) -> Plan:
+        self._obey()
         plan, self._plan = self._plan, Plan()
         plan.epoch, plan.weights = self._epoch, self._weights
         self._saves.note_overwritten(plan, output)
         self._measure(output.total_num_scheduled_tokens)
         if self._working and output.num_scheduled_tokens:
-            tables = output.kv_connector_block_state.resolve_block_ids
-            for request_id, scheduled in output.num_scheduled_tokens.items():
-                state = self._requests.get(request_id)
-                if state is not None and self._may_save(state):
-                    computed = state.request.num_computed_tokens + scheduled
-                    self._check_canary(plan, state, computed, output)
-                    parts = self._saves.full(state, computed, partial(tables, request_id))
-                    if parts:
-                        plan.saves.append(self._transfer(state.request, parts))
+            self._plan_saves(plan, output)
         return plan
+
+    def _plan_saves(self, plan: Plan, output: Any) -> None:
+        """Of SAVES_PER_STEP_MAX requests; what is left over is planned in the next steps, or when a request ends."""
+        tables = output.kv_connector_block_state.resolve_block_ids
+        for request_id, scheduled in output.num_scheduled_tokens.items():
+            state = self._requests.get(request_id)
+            if state is None:
+                continue
+            computed = state.request.num_computed_tokens + scheduled
+            if computed < self._saves.next_full(state) or not self._may_save(state):
+                continue
+            if state.canary:
+                self._check_canary(plan, state, computed, output)
+            parts = self._saves.full(state, computed, partial(tables, request_id))
+            if parts:
+                plan.saves.append(self._transfer(state.request, parts))
+                if len(plan.saves) >= SAVES_PER_STEP_MAX and not self._windowed:
+                    return
 
     def _may_save(self, state: RequestState) -> bool:
         request = state.request
@@ -299,7 +328,7 @@ class Scheduler:
         )
 
     def _check_canary(self, plan: Plan, state: RequestState, computed: int, output: Any) -> None:
-        if state.canary and computed >= state.canary:
+        if computed >= state.canary:
             table = output.kv_connector_block_state.resolve_block_ids(state.request.request_id)
             parts = []
             for group, shape in enumerate(self.shapes):
@@ -394,5 +423,12 @@ class Scheduler:
     def close(self) -> None:
         for state in self._requests.values():
             self._let_go(state)
+        self._watch.close()
         self._promoter.close()
         self._link.close()
+
+
+def _control_file(settings: Settings) -> Path | None:
+    if settings.control:
+        return Path(settings.control)
+    return None if settings.url.startswith(("tcp://", "nixl://")) else file_of(settings.url)

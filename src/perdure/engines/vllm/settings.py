@@ -47,7 +47,8 @@ class Settings:
     overwrites blocks waits for a save to have read them. staging_bytes: saves on their way. canary_percent: restored
     requests whose last block is computed all the same and compared; canary_tolerance: relative difference that turns
     the connector off. retry_s_min, retry_s_max: how long the connector stays off after an error. weights: digest to use
-    instead of one of the loaded weights; model: name to use instead of the directory's.
+    instead of one of the loaded weights; model: name to use instead of the directory's. control: file by which
+    `perdure engine` tells the engine something, default: beside the service's socket.
     """
 
     url: str
@@ -68,9 +69,10 @@ class Settings:
     retry_s_max: float = 60.0
     weights: str = ""
     model: str = ""
+    control: str = ""
 
     def __post_init__(self) -> None:
-        for name in ("url", "tenant", "mode", "generated", "durability", "weights", "model"):
+        for name in ("url", "tenant", "mode", "generated", "durability", "weights", "model", "control"):
             check_text(getattr(self, name), f"kv_connector_extra_config.{name}")
         if not self.url:
             raise InvalidArgument(
