@@ -16,7 +16,7 @@ from __future__ import annotations
 import logging
 import time
 import zlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -66,6 +66,7 @@ class Scheduler:
         view_ttl_s = min(limits.view_ttl_s_max, max(limits.view_ttl_s_default, 4 * wait_s))
         self._held_s = view_ttl_s / 2
         self._promoter = Promoter(self._link, self.shapes, hash_tokens, view_ttl_s)
+        self.hashes_of = self._promoter.hashes_of
         self._generated = Generated(settings.generated)
         self._saves = Saves(self.shapes, hash_tokens, self._generated)
         self._adapters = Adapters()
@@ -85,6 +86,7 @@ class Scheduler:
         self._last_step: tuple[float, int] | None = None
         self._still_since: float | None = None
         self._pool: Any = None
+        self.epoch_ended: Callable[[], None] = lambda: None
         self._watch = Watch(_control_file(settings))
         self._switch = self._watch.switch
 
@@ -411,9 +413,17 @@ class Scheduler:
         self._weights = weights
         self._promoter.later(lambda: warm_up(self._spaces(weights, "")))  # connecting takes longer than a request waits
 
+    def stored_in(self, request: Any) -> tuple[int, Callable[[], Spaces]] | None:
+        """Up to which token the request's blocks may be stored, and where; None while nothing is stored."""
+        if not self._working:
+            return None
+        weights, adapter = self._weights, request.lora_request
+        return self._limit(request), lambda: self._spaces(weights, self._adapters.find(adapter))
+
     def new_epoch(self) -> None:
         """The weights may be others from now on: nothing of before is offered, nothing of after stored as of before."""
         self._epoch += 1
+        self.epoch_ended()
         self._shards, self._weights = {}, ""
         self._weights_by = time.monotonic() + DIGEST_S_MAX
         for state in self._requests.values():
