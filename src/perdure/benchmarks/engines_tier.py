@@ -8,14 +8,13 @@ Contract
   restored in turn, more of them than the service's DRAM holds, beside files on the store's device, which the `fs` tier
   reads by O_DIRECT where it can. Where the service had the blocks is counted, and checked.
 - Perdure verifies every block; the `fs` tier keeps no checksums. Outputs of all arms must be equal, else WrongResult.
-- A restore's own time is its TTFT less the median TTFT of a local prefix hit in the same engine.
+- A restore's own time is its TTFT less the shortest TTFT of a local prefix hit in the same engine.
 - Runs on a CPU, so the forward pass of the last tokens is most of a TTFT.
 """
 
 from __future__ import annotations
 
 import random
-import shutil
 import tempfile
 import time
 from collections.abc import Callable
@@ -33,6 +32,7 @@ from perdure.limits import GIB
 TOKENS = 4800
 BLOCK_TOKENS = 128  # vLLM's on a CPU
 REPETITIONS = 5
+PROMOTIONS = 15
 WARM_TOKENS = 300
 SHM = Path("/dev/shm")
 FS = "vLLM's fs tier"
@@ -147,10 +147,10 @@ def _restore_rows(
             _check_source(engine, case)
             engine.end()
     nbytes = int((sum(after.values()) - sum(before.values())) / (2 * repetitions))
-    hit = median(local)
+    hit = min(local)
     name = f"vLLM tier, {tokens:,} tokens restored {case.what}"
     rates = [[Measured(nbytes, max(one - hit, _LEAST_S)) for one in series] for series in (ours, theirs)]
-    note = f"TTFT {median(ours):.3f} s and {median(theirs):.3f} s less that of a local hit, {hit:.3f} s"
+    note = f"TTFT {median(ours):.3f} s and {median(theirs):.3f} s less the shortest of a local hit, {hit:.3f} s"
     return [
         row(f"{name}: TTFT", "s", ours, theirs, FS, better="lower", target=1.0),
         rate_row(f"{name}: rate", rates[0], rates[1], FS, target=1.0, note=note),
@@ -167,16 +167,37 @@ def _check_source(engine: EngineProcess, case: Case) -> None:
         raise WrongResult(f"{case.what}: {mine:.0f} blocks came from {case.source}, {other:.0f} did not")
 
 
+def promotion_rows(
+    base: Path, step: Callable[[str], None], *, repetitions: int = PROMOTIONS, memory: Path = SHM
+) -> list[Row]:
+    """Without a model: half a minute. Two steps. memory: a folder on a tmpfs."""
+    from perdure.benchmarks.engines_tier_promotion import rows_of
+
+    made: list[Row] = []
+    base.mkdir(parents=True, exist_ok=True)
+    for case in (MEMORY, DISK):
+        step(f"promotions {case.what}")
+        where = memory if case is MEMORY else base
+        with (
+            tempfile.TemporaryDirectory(prefix="perdure-bench-", dir=where) as files,
+            tempfile.TemporaryDirectory(prefix="store-", dir=base) as data,
+            Host(Path(data) / "store", memory=case.pool_bytes) as service,
+        ):
+            made += rows_of(f"unix://{service.socket}", Path(files), case.what, case.prompts, repetitions)
+    return made
+
+
 def rows(
     base: Path, model: Path, step: Callable[[str], None], *, tokens: int = TOKENS, repetitions: int = REPETITIONS
 ) -> list[Row]:
-    """base: a folder on the device to measure. model: a directory that vLLM loads. Six steps; two engines are started,
-    one after the other. Raises EngineFailed, ServiceFailed, WrongResult."""
-    made: list[Row] = []
-    base.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(prefix="perdure-bench-", dir=SHM) as memory:
-        made += _restore_rows(base / "memory", model, Path(memory), MEMORY, step, tokens, repetitions)
-    shutil.rmtree(base / "memory", ignore_errors=True)
-    made += _restore_rows(base / "disk", model, base / "disk" / "fs", DISK, step, tokens, repetitions)
-    shutil.rmtree(base / "disk", ignore_errors=True)
+    """base: a folder on the device to measure. model: a directory that vLLM loads. Eight steps; two engines are
+    started, one after the other. Raises EngineFailed, ServiceFailed, WrongResult."""
+    made = promotion_rows(base, step)
+    for case in (MEMORY, DISK):
+        where = SHM if case is MEMORY else base
+        with (
+            tempfile.TemporaryDirectory(prefix="perdure-bench-", dir=where) as files,
+            tempfile.TemporaryDirectory(prefix="engine-", dir=base) as data,
+        ):
+            made += _restore_rows(Path(data), model, Path(files), case, step, tokens, repetitions)
     return made

@@ -93,13 +93,14 @@ class Lookups:
         self._batch: list[_Question] = []
         self._numbers = 0
         self._lookup_s = lookup_s
+        self._now, self._stuck = time.monotonic(), False
         self._asker = _Asker(space_of, hold_s, fetch_s)
 
     def lookup(self, key: bytes, request: str) -> bool | None:
         """True: there; False: not there; None: not known yet."""
         asked = self._asked.get(key)
         if asked is None or (isinstance(asked.answer, Held) and not asked.answer.good()):
-            if self._asker.stuck(self._lookup_s):
+            if self._stuck:
                 return False
             asked = self._ask(key, asked)
         if request not in asked.requests:
@@ -107,8 +108,7 @@ class Lookups:
             self._of_request.setdefault(request, set()).add(key)
         answer = asked.answer
         if answer is None:
-            waited_s = time.monotonic() - max(asked.since, self._asker.alive_at)
-            if waited_s <= self._lookup_s and not self._asker.stuck(self._lookup_s):
+            if self._now - max(asked.since, self._asker.alive_at) <= self._lookup_s and not self._stuck:
                 return None
             self._numbers += 1
             asked.number, asked.answer = self._numbers, False
@@ -117,7 +117,7 @@ class Lookups:
 
     def _ask(self, key: bytes, old: _Asked | None) -> _Asked:
         self._numbers += 1
-        asked = _Asked(self._numbers, time.monotonic())
+        asked = _Asked(self._numbers, self._now)
         if old is not None:
             asked.requests = old.requests
             self._drop(old)
@@ -126,7 +126,7 @@ class Lookups:
         return asked
 
     def flush(self) -> None:
-        """Once per step: take in what was answered, hand over what is asked."""
+        """At the end of a step: hand over what is asked."""
         self.collect()
         batch, self._batch = self._batch, []
         live = [(key, number) for key, number in batch if (a := self._asked.get(key)) and a.number == number]
@@ -134,6 +134,8 @@ class Lookups:
             self._asker.ask(live)
 
     def collect(self) -> None:
+        """Take in what was answered; once per step is enough, and it is when the clock is read."""
+        self._now, self._stuck = time.monotonic(), self._asker.stuck(self._lookup_s)
         for key, number, answer in self._asker.answers():
             asked = self._asked.get(key)
             if asked is not None and asked.number == number:
