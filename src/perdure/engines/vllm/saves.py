@@ -22,15 +22,17 @@ class RequestState:
     """What the connector knows of one request of the engine.
 
     epoch, preemptions: when it was admitted last; blocks computed before are not its own any more. computed: the
-    engine's own hit when tokens were offered. saved: per group, blocks that are saved or need not be. load: the job
-    that is going on. refused: offered nothing any more. asked: when it first waited for the weights' digest.
-    canary: position in tokens up to which a block that is stored is computed all the same.
+    engine's own hit when tokens were offered. saved: per group, blocks that are saved or need not be. due: with how
+    many computed tokens there is more to save, at the earliest. load: the job that is going on. refused: offered
+    nothing any more. asked: when it first waited for the weights' digest. canary: position in tokens up to which a
+    block that is stored is computed all the same.
     """
 
     request: Any
     epoch: int
     preemptions: int
     saved: list[int]
+    due: int = 0
     promotion: Promotion | None = None
     computed: int = 0
     load: int | None = None
@@ -54,10 +56,6 @@ class Saves:
         per_block = self._shapes[group].block_tokens // self._hash_tokens
         return Part(group, list(block_ids), [request.block_hashes[(at + 1) * per_block - 1] for at in positions])
 
-    def next_full(self, state: RequestState) -> int:
-        """With how many computed tokens the next block is full, at the earliest."""
-        return min((saved + 1) * shape.block_tokens for saved, shape in zip(state.saved, self._shapes, strict=True))
-
     def full(self, state: RequestState, computed: int, table: Callable[[], Sequence[Sequence[int]]]) -> list[Part]:
         """Blocks that are full now and were not saved. table: gives the request's block ids, when they are needed."""
         request = state.request
@@ -78,6 +76,7 @@ class Saves:
                 part = self._worthwhile(part, chosen, request.num_prompt_tokens // shape.block_tokens)
             if part.block_ids:
                 parts.append(part)
+        state.due = min((at + 1) * shape.block_tokens for at, shape in zip(state.saved, self._shapes, strict=True))
         return parts
 
     def _worthwhile(self, part: Part, positions: Sequence[int], prompt_blocks: int) -> Part:

@@ -38,7 +38,7 @@ from perdure.engines.vllm.transfers import Outcome, Part, Plan, Shard, Transfer
 
 _LOG = logging.getLogger("perdure.vllm")
 STILL_S_MAX = 1.0  # so long nothing is computed and nothing loaded while tokens are offered: there is no room for them
-SAVES_PER_STEP_MAX = 16  # about 0.1 ms; when a window slides on nothing can be put off
+SAVES_PER_STEP_MAX = 6  # about 0.1 ms; when a window slides on nothing can be put off
 DIGEST_S_MAX = 60.0  # after an epoch's start; requests wait for the digest as for an answer of the service
 _RATE_TOKENS_MIN = 64  # a step of fewer tokens says nothing about the speed of prefill
 _RATE_WEIGHT = 0.3
@@ -308,7 +308,7 @@ class Scheduler:
             if state is None:
                 continue
             computed = state.request.num_computed_tokens + scheduled
-            if computed < self._saves.next_full(state) or not self._may_save(state):
+            if computed < state.due or not self._may_save(state):
                 continue
             if state.canary:
                 self._check_canary(plan, state, computed, output)
