@@ -134,7 +134,7 @@ class Promoter:
         for space in spaces[0]:
             space.begin(time.monotonic() + _CONNECT_S)
         keys = [
-            [_adopted(space, self.hashes_of(hashes, group, 0, promotion.limit)) for space in group_spaces]
+            [adopted(space, self.hashes_of(hashes, group, 0, promotion.limit)) for space in group_spaces]
             for group, group_spaces in enumerate(spaces)
         ]
         end = self._stored(promotion, keys, spaces)
@@ -220,7 +220,7 @@ class Promoter:
         return view.report.usable, view.report.from_memory
 
 
-def _adopted(space: Any, hashes: Sequence[bytes]) -> KeyArray:
+def adopted(space: Any, hashes: Sequence[bytes]) -> KeyArray:
     """As `adopt_hashes`; lets the engine's thread go first every now and then."""
     parts = []
     for at in range(0, len(hashes), _ADOPTED_AT_A_TIME):

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from perdure.engines.vllm.generated import Generated
+from perdure.engines.vllm.hints import Hints
 from perdure.engines.vllm.promote import Promotion, Shape
 from perdure.engines.vllm.transfers import Part, Plan
 
@@ -41,8 +42,7 @@ class RequestState:
     canary: int = 0
     counted: bool = False
     sources: dict[bool, int] = field(default_factory=dict)
-    store_tokens_max: int | None = None
-    hints: dict[str, Any] = field(default_factory=dict)
+    hints: Hints = field(default_factory=Hints)
 
 
 class Saves:
@@ -60,8 +60,8 @@ class Saves:
         """Blocks that are full now and were not saved. table: gives the request's block ids, when they are needed."""
         request = state.request
         end = min(computed, len(request.block_hashes) * self._hash_tokens)
-        if state.store_tokens_max is not None:
-            end = min(end, state.store_tokens_max)
+        if state.hints.store_tokens_max is not None:
+            end = min(end, state.hints.store_tokens_max)
         parts: list[Part] = []
         ids: Sequence[Sequence[int]] | None = None
         for group, shape in enumerate(self._shapes):

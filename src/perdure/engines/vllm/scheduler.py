@@ -29,8 +29,9 @@ from perdure.engines.control import Watch, file_of
 from perdure.engines.vllm import identity
 from perdure.engines.vllm.adapters import Adapters
 from perdure.engines.vllm.generated import Generated
+from perdure.engines.vllm.hints import carry_out, hints_of
 from perdure.engines.vllm.link import Link
-from perdure.engines.vllm.promote import Promoter, Promotion, Shape, Spaces, warm_up
+from perdure.engines.vllm.promote import Promoter, Promotion, Shape, Spaces, adopted, warm_up
 from perdure.engines.vllm.saves import RequestState, Saves
 from perdure.engines.vllm.settings import Settings
 from perdure.engines.vllm.stats import Tally
@@ -122,9 +123,7 @@ class Scheduler:
         state = self._requests.get(request.request_id)
         if state is None or state.request is not request:
             state = RequestState(request, self._epoch, request.num_preemptions, [0] * len(self.shapes))
-            wanted = (request.kv_transfer_params or {}).get("max_store_tokens")
-            if isinstance(wanted, int) and wanted >= 0:
-                state.store_tokens_max = wanted
+            state.hints = hints_of(request)
             self._requests[request.request_id] = state
         return state
 
@@ -367,6 +366,15 @@ class Scheduler:
                 self._plan.finished.append(self._transfer(request, parts))
         if state.load is None:
             self._let_go(state)
+        if state.hints.any and self._working and state.epoch == self._epoch:
+            self._promoter.later(partial(self._carry_out, state, self._weights, request.block_hashes[:]))
+
+    def _carry_out(self, state: RequestState, weights: str, hashes: list[bytes]) -> None:
+        end = len(hashes) * self._hash_tokens
+        carry_out(
+            state.hints, self._spaces(weights, self._adapters.find(state.request.lora_request)),
+            lambda space, group: adopted(space, self._promoter.hashes_of(hashes, group, 0, end)),
+        )  # fmt: skip
 
     def told(self, finished: Iterable[str], failed: Iterable[str], bad_blocks: Iterable[int], outcome: Any) -> None:
         ended, bad, wrong = set(finished), set(bad_blocks), set(failed)
