@@ -326,3 +326,60 @@ def test_an_operator_turns_it_off_and_on(engine: Callable[..., Any], service: Se
     one.ask("d", prompt)
     assert one.connector._scheduler._epoch == 1
     assert one.external["d"] == 192
+
+
+def test_hints_pin_release_and_name_a_session(engine: Callable[..., Any], service: Service) -> None:
+    one = engine(enable_prefix_caching=False)
+    prompt = prompt_of(200)
+    for name, params in (
+        ("a", {"pin_s": 60, "max_store_tokens": 64}),
+        ("b", {"pin_s": "x", "release": "yes", "max_store_tokens": -1}),
+    ):
+        one.add(name, prompt, session="agent", params=params)
+        one.run()
+        one.settle()
+    give_up = time.monotonic() + 30
+    while not (sessions := service.store.sessions()) or not service.store.status()["pins"]:
+        assert time.monotonic() < give_up
+        time.sleep(0.02)
+    assert [one["name"] for one in sessions] == ["agent"]
+    one.ask("c", prompt_of(100, 2), params={"max_store_tokens": 0})
+    one.settle()
+    one.ask("d", prompt_of(100, 2))
+    assert one.external["d"] == 0
+
+
+def test_prompt_logprobs_are_computed_in_full(engine: Callable[..., Any]) -> None:
+    one = engine(enable_prefix_caching=False)
+    prompt = prompt_of(200)
+    one.ask("a", prompt)
+    one.settle()
+    one.ask("b", prompt, prompt_logprobs=1)
+    assert one.external["b"] == 0
+    assert one.counters["prompt_logprobs"] == 1
+
+
+def test_metrics_have_every_counter(engine: Callable[..., Any]) -> None:
+    import prometheus_client
+
+    one = engine(enable_prefix_caching=False)
+    prompt = prompt_of(200)
+    one.ask("a", prompt)
+    one.settle()
+    one.ask("b", prompt)
+    registry = prometheus_client.CollectorRegistry()
+
+    def metric(kind: Any) -> Any:
+        return lambda **named: kind(**named, registry=registry)
+
+    kinds = {kind: metric(kind) for kind in (prometheus_client.Counter, prometheus_client.Gauge,
+                                             prometheus_client.Histogram)}  # fmt: skip
+    shown = type(one.connector).build_prom_metrics(one.config, kinds, ["engine"], {0: ["0"]})
+    stats = type(one.connector).build_kv_connector_stats({"hits": 1, "saved_seconds_per_request": [0.5]})
+    more = type(one.connector).build_kv_connector_stats({"hits": 2, "saved_seconds_per_request": [1.5]})
+    shown.observe(stats.aggregate(more).to_dict(), 0)
+    text = prometheus_client.generate_latest(registry).decode()
+    assert 'vllm:perdure_hits_total{engine="0"} 3.0' in text
+    assert 'vllm:perdure_request_ttft_saved_seconds_sum{engine="0"} 2.0' in text
+    assert one.counters["hits"] == 1
+    assert one.counters["loaded_bytes"] == 12 * 2 * 2 * 16 * 32 * 4

@@ -130,13 +130,24 @@ class SimEngine:
 
     # --- requests
     def add(
-        self, name: str, prompt: Sequence[int], *, tokens: int = 4, salt: str | None = None, **more: Any
+        self,
+        name: str,
+        prompt: Sequence[int],
+        *,
+        tokens: int = 4,
+        salt: str | None = None,
+        session: str | None = None,
+        params: dict[str, Any] | None = None,
+        **more: Any,
     ) -> Request:
-        params = SamplingParams(max_tokens=tokens, ignore_eos=True, **more)
-        params.update_from_generation_config({}, None)
+        """params: `kv_transfer_params`; more: of `SamplingParams`."""
+        if params is not None:
+            more["extra_args"] = {"kv_transfer_params": params}
+        sampling = SamplingParams(max_tokens=tokens, ignore_eos=True, **more)
+        sampling.update_from_generation_config({}, None)
         request = Request(
-            request_id=name, prompt_token_ids=list(prompt), sampling_params=params, pooling_params=None,
-            cache_salt=salt, block_hasher=self._hasher,
+            request_id=name, prompt_token_ids=list(prompt), sampling_params=sampling, pooling_params=None,
+            cache_salt=salt, session_id=session, block_hasher=self._hasher,
         )  # fmt: skip
         self.outputs[name] = []
         self.requests.append(request)

@@ -1,7 +1,7 @@
 """`perdure bench engines`: what Perdure saves and costs in vLLM, beside vLLM's own caches, and in LMCache.
 
 Sections: "connector" (`engines_connector`), "replay" (`engines_replay`), "tier" (`engines_tier`, beside vLLM's `fs`
-tier). SmolLM2-135M in fp32 on the CPU, so the forward pass of the last tokens is most of what a restored prompt takes.
+tier). SmolLM2-135M on the CPU, so the forward pass of the last tokens is most of what a restored prompt takes.
 
 Contract: data goes to a temporary directory below `directory` and is removed at the end, also after an error; so are
 the processes. A section whose engine cannot run here is in the report, with the reason.
@@ -25,7 +25,7 @@ from perdure.limits import GIB
 SECTIONS = ("connector", "replay", "tier")
 TOKENS, REPETITIONS = 4800, 5
 QUICK_TOKENS, QUICK_REPETITIONS = 1500, 3
-_STEPS = {"connector": 6, "replay": 2, "tier": 6}
+_STEPS = {"connector": 6, "replay": 2, "tier": 8}
 
 
 def run(

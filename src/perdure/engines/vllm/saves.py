@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from perdure.engines.vllm.generated import Generated
+from perdure.engines.vllm.hints import Hints
 from perdure.engines.vllm.promote import Promotion, Shape
 from perdure.engines.vllm.transfers import Part, Plan
 
@@ -22,16 +23,17 @@ class RequestState:
     """What the connector knows of one request of the engine.
 
     epoch, preemptions: when it was admitted last; blocks computed before are not its own any more. computed: the
-    engine's own hit when tokens were offered. saved: per group, blocks that are saved or need not be. load: the job
-    that is going on. refused: offered nothing any more. asked: when it first waited for the weights' digest.
-    canary: position in tokens up to which a block that is stored is computed all the same. offered: when it was first
-    offered tokens.
+    engine's own hit when tokens were offered. saved: per group, blocks that are saved or need not be. due: with how
+    many computed tokens there is more to save, at the earliest. load: the job that is going on. refused: offered
+    nothing any more. asked: when it first waited for the weights' digest. canary: position in tokens up to which a
+    block that is stored is computed all the same. offered: when it was first offered tokens.
     """
 
     request: Any
     epoch: int
     preemptions: int
     saved: list[int]
+    due: int = 0
     promotion: Promotion | None = None
     computed: int = 0
     load: int | None = None
@@ -41,8 +43,7 @@ class RequestState:
     offered: float = 0.0
     counted: bool = False
     sources: dict[bool, int] = field(default_factory=dict)
-    store_tokens_max: int | None = None
-    hints: dict[str, Any] = field(default_factory=dict)
+    hints: Hints = field(default_factory=Hints)
 
 
 class Saves:
@@ -56,16 +57,12 @@ class Saves:
         per_block = self._shapes[group].block_tokens // self._hash_tokens
         return Part(group, list(block_ids), [request.block_hashes[(at + 1) * per_block - 1] for at in positions])
 
-    def next_full(self, state: RequestState) -> int:
-        """With how many computed tokens the next block is full, at the earliest."""
-        return min((saved + 1) * shape.block_tokens for saved, shape in zip(state.saved, self._shapes, strict=True))
-
     def full(self, state: RequestState, computed: int, table: Callable[[], Sequence[Sequence[int]]]) -> list[Part]:
         """Blocks that are full now and were not saved. table: gives the request's block ids, when they are needed."""
         request = state.request
         end = min(computed, len(request.block_hashes) * self._hash_tokens)
-        if state.store_tokens_max is not None:
-            end = min(end, state.store_tokens_max)
+        if state.hints.store_tokens_max is not None:
+            end = min(end, state.hints.store_tokens_max)
         parts: list[Part] = []
         ids: Sequence[Sequence[int]] | None = None
         for group, shape in enumerate(self._shapes):
@@ -80,6 +77,7 @@ class Saves:
                 part = self._worthwhile(part, chosen, request.num_prompt_tokens // shape.block_tokens)
             if part.block_ids:
                 parts.append(part)
+        state.due = min((at + 1) * shape.block_tokens for at, shape in zip(state.saved, self._shapes, strict=True))
         return parts
 
     def _worthwhile(self, part: Part, positions: Sequence[int], prompt_blocks: int) -> Part:

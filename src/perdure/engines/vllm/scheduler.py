@@ -29,8 +29,9 @@ from perdure.engines.control import Watch, file_of
 from perdure.engines.vllm import identity
 from perdure.engines.vllm.adapters import Adapters
 from perdure.engines.vllm.generated import Generated
+from perdure.engines.vllm.hints import carry_out, hints_of
 from perdure.engines.vllm.link import Link
-from perdure.engines.vllm.promote import Promoter, Promotion, Shape, Spaces, warm_up
+from perdure.engines.vllm.promote import Promoter, Promotion, Shape, Spaces, adopted, warm_up
 from perdure.engines.vllm.saves import RequestState, Saves
 from perdure.engines.vllm.settings import Settings
 from perdure.engines.vllm.stats import Tally
@@ -38,7 +39,7 @@ from perdure.engines.vllm.transfers import Outcome, Part, Plan, Shard, Transfer
 
 _LOG = logging.getLogger("perdure.vllm")
 STILL_S_MAX = 1.0  # so long nothing is computed and nothing loaded while tokens are offered: there is no room for them
-SAVES_PER_STEP_MAX = 16  # about 0.1 ms; when a window slides on nothing can be put off
+SAVES_PER_STEP_MAX = 6  # about 0.1 ms; when a window slides on nothing can be put off
 DIGEST_S_MAX = 60.0  # after an epoch's start; requests wait for the digest as for an answer of the service
 _RATE_TOKENS_MIN = 64  # a step of fewer tokens says nothing about the speed of prefill
 _RATE_WEIGHT = 0.3
@@ -124,9 +125,7 @@ class Scheduler:
         state = self._requests.get(request.request_id)
         if state is None or state.request is not request:
             state = RequestState(request, self._epoch, request.num_preemptions, [0] * len(self.shapes))
-            wanted = (request.kv_transfer_params or {}).get("max_store_tokens")
-            if isinstance(wanted, int) and wanted >= 0:
-                state.store_tokens_max = wanted
+            state.hints = hints_of(request)
             self._requests[request.request_id] = state
         return state
 
@@ -311,7 +310,7 @@ class Scheduler:
             if state is None:
                 continue
             computed = state.request.num_computed_tokens + scheduled
-            if computed < self._saves.next_full(state) or not self._may_save(state):
+            if computed < state.due or not self._may_save(state):
                 continue
             if state.canary:
                 self._check_canary(plan, state, computed, output)
@@ -370,6 +369,15 @@ class Scheduler:
                 self._plan.finished.append(self._transfer(request, parts))
         if state.load is None:
             self._let_go(state)
+        if state.hints.any and self._working and state.epoch == self._epoch:
+            self._promoter.later(partial(self._carry_out, state, self._weights, request.block_hashes[:]))
+
+    def _carry_out(self, state: RequestState, weights: str, hashes: list[bytes]) -> None:
+        end = len(hashes) * self._hash_tokens
+        carry_out(
+            state.hints, self._spaces(weights, self._adapters.find(state.request.lora_request)),
+            lambda space, group: adopted(space, self._promoter.hashes_of(hashes, group, 0, end)),
+        )  # fmt: skip
 
     def told(self, finished: Iterable[str], failed: Iterable[str], bad_blocks: Iterable[int], outcome: Any) -> None:
         ended, bad, wrong = set(finished), set(bad_blocks), set(failed)
@@ -413,12 +421,10 @@ class Scheduler:
         self._weights = weights
         self._promoter.later(lambda: warm_up(self._spaces(weights, "")))  # connecting takes longer than a request waits
 
-    def stored_in(self, request: Any) -> tuple[int, Callable[[], Spaces]] | None:
-        """Up to which token the request's blocks may be stored, and where; None while nothing is stored."""
-        if not self._working:
-            return None
-        weights, adapter = self._weights, request.lora_request
-        return self._limit(request), lambda: self._spaces(weights, self._adapters.find(adapter))
+    def stored_in(self, request: Any) -> tuple[int, Callable[[], Spaces]]:
+        """Up to which token the request's blocks may be stored (0: none are), and where."""
+        weights, adapter, limit = self._weights, request.lora_request, self._limit(request) if self._working else 0
+        return limit, lambda: self._spaces(weights, self._adapters.find(adapter))
 
     def new_epoch(self) -> None:
         """The weights may be others from now on: nothing of before is offered, nothing of after stored as of before."""
