@@ -30,7 +30,8 @@ _POLL_S = 0.25
 
 
 def seen(store: Path) -> dict[bytes, tuple[bytes, int]]:
-    """Where every stored block lies (segment, offset), by key. Works beside the service."""
+    """Where every stored block lies (segment, offset), by key, but for the service's own probe, which is smaller than
+    any block of KV. Works beside the service."""
     index = LmdbIndex(store / "index", map_bytes=limits.catalog_map_grow_bytes_min, read_only=True)
     try:
         keys, records = index.scan(b"", _KEYS_MAX)
@@ -39,6 +40,7 @@ def seen(store: Path) -> dict[bytes, tuple[bytes, int]]:
     return {
         key.tobytes(): (bytes(record["segment"]), int(record["offset"]))
         for key, record in zip(keys, records, strict=True)
+        if record["block_bytes"] > limits.page_bytes
     }
 
 

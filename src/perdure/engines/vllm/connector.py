@@ -28,6 +28,7 @@ from perdure.engines.vllm import identity
 from perdure.engines.vllm.scheduler import Scheduler
 from perdure.engines.vllm.settings import Settings, settings_of
 from perdure.engines.vllm.stats import PromMetrics, Stats, stats_of
+from perdure.engines.vllm.telling import Teller, teller_of
 from perdure.engines.vllm.transfers import Outcome, Shard
 from perdure.engines.vllm.worker import Worker
 
@@ -79,11 +80,15 @@ class PerdureConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         self._loads = bool(transfer.is_kv_consumer) and settings.mode != "off"
         self._scheduler: Scheduler | None = None
         self._worker: Worker | None = None
+        self._teller: Teller | None = None
         if role == KVConnectorRole.SCHEDULER:
             from vllm.v1.core.kv_cache_utils import resolve_kv_cache_block_sizes
 
             _, hash_tokens = resolve_kv_cache_block_sizes(kv_cache_config, vllm_config)
             self._scheduler = Scheduler(settings, vllm_config, kv_cache_config, hash_tokens=hash_tokens)
+            self._teller = teller_of(settings, vllm_config, self._scheduler.shapes, self._scheduler.hashes_of)
+            if self._teller is not None:
+                self._scheduler.epoch_ended = self._teller.new_epoch
             if transfer.kv_load_failure_policy != "recompute":
                 _LOG.warning(
                     "perdure: kv_load_failure_policy is %r: a block that is lost while it is loaded ends its request "
@@ -145,8 +150,16 @@ class PerdureConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         self, request: Any, block_ids: tuple[list[int], ...]
     ) -> tuple[bool, dict[str, Any] | None]:
         assert self._scheduler is not None
+        self._guard.call(None, self._tell, request)
         self._guard.call(None, self._scheduler.finished, request, block_ids, always=True)
         return False, None
+
+    def _tell(self, request: Any) -> None:
+        if self._teller is not None and self._scheduler is not None and (found := self._scheduler.stored_in(request)):
+            self._teller.ended(request, *found)
+
+    def take_events(self) -> Iterable[Any]:
+        return () if self._teller is None else self._guard.call([], self._teller.take)
 
     def reset_cache(self) -> bool | None:
         assert self._scheduler is not None
@@ -229,7 +242,7 @@ class PerdureConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         return self._worker.outcome()
 
     def shutdown(self) -> None:
-        for half in (self._scheduler, self._worker):
+        for half in (self._teller, self._scheduler, self._worker):
             if half is not None:
                 self._guard.call(None, half.close, always=True)
 

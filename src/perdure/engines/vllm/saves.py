@@ -25,8 +25,8 @@ class RequestState:
     epoch, preemptions: when it was admitted last; blocks computed before are not its own any more. computed: the
     engine's own hit when tokens were offered. saved: per group, blocks that are saved or need not be. due: with how
     many computed tokens there is more to save, at the earliest. load: the job that is going on. refused: offered
-    nothing any more. asked: when it first waited for the weights' digest. canary: position in tokens up to which a
-    block that is stored is computed all the same.
+    nothing any more. asked, offered: when it first waited for the weights' digest, and was first offered tokens.
+    canary: position in tokens up to which a block that is stored is computed all the same.
     """
 
     request: Any
@@ -40,6 +40,7 @@ class RequestState:
     refused: bool = False
     asked: float = 0.0
     canary: int = 0
+    offered: float = 0.0
     counted: bool = False
     sources: dict[bool, int] = field(default_factory=dict)
     hints: Hints = field(default_factory=Hints)

@@ -16,7 +16,7 @@ from __future__ import annotations
 import logging
 import time
 import zlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -67,6 +67,7 @@ class Scheduler:
         view_ttl_s = min(limits.view_ttl_s_max, max(limits.view_ttl_s_default, 4 * wait_s))
         self._held_s = view_ttl_s / 2
         self._promoter = Promoter(self._link, self.shapes, hash_tokens, view_ttl_s)
+        self.hashes_of = self._promoter.hashes_of
         self._generated = Generated(settings.generated)
         self._saves = Saves(self.shapes, hash_tokens, self._generated)
         self._adapters = Adapters()
@@ -86,6 +87,7 @@ class Scheduler:
         self._last_step: tuple[float, int] | None = None
         self._still_since: float | None = None
         self._pool: Any = None
+        self.epoch_ended: Callable[[], None] = lambda: None
         self._watch = Watch(_control_file(settings))
         self._switch = self._watch.switch
 
@@ -173,7 +175,7 @@ class Scheduler:
         if state.load is not None:  # under this id an earlier load is still going on
             return None, False
         if request.num_preemptions != state.preemptions or state.epoch != self._epoch:
-            state.preemptions, state.epoch = request.num_preemptions, self._epoch
+            state.preemptions, state.epoch, state.offered = request.num_preemptions, self._epoch, 0.0
             self._let_go(state)
         now = time.monotonic()
         if state.refused or request.skip_reading_prefix_cache:
@@ -198,7 +200,8 @@ class Scheduler:
         if self._settings.mode != "on":
             self._count_shadow(state, tokens)
             return 0, False
-        if self._still_since is not None and now - self._still_since > STILL_S_MAX:
+        state.offered = state.offered or now  # an engine that was idle before did not stand still
+        if self._still_since is not None and now - max(self._still_since, state.offered) > STILL_S_MAX:
             self.tally.add(offers_declined=1)
             state.refused = True
             self._let_go(state)
@@ -418,9 +421,17 @@ class Scheduler:
         self._weights = weights
         self._promoter.later(lambda: warm_up(self._spaces(weights, "")))  # connecting takes longer than a request waits
 
+    def stored_in(self, request: Any) -> tuple[int, Callable[[], Spaces]] | None:
+        """Up to which token the request's blocks may be stored, and where; None while nothing is stored."""
+        if not self._working:
+            return None
+        weights, adapter = self._weights, request.lora_request
+        return self._limit(request), lambda: self._spaces(weights, self._adapters.find(adapter))
+
     def new_epoch(self) -> None:
         """The weights may be others from now on: nothing of before is offered, nothing of after stored as of before."""
         self._epoch += 1
+        self.epoch_ended()
         self._shards, self._weights = {}, ""
         self._weights_by = time.monotonic() + DIGEST_S_MAX
         for state in self._requests.values():

@@ -48,7 +48,8 @@ class Settings:
     requests whose last block is computed all the same and compared; canary_tolerance: relative difference that turns
     the connector off. retry_s_min, retry_s_max: how long the connector stays off after an error. weights: digest to use
     instead of one of the loaded weights; model: name to use instead of the directory's. control: file by which
-    `perdure engine` tells the engine something, default: beside the service's socket.
+    `perdure engine` tells the engine something, default: beside the service's socket. events, events_replay: where KV
+    events are published, "tcp://*:5557"; not used where vLLM publishes its own.
     """
 
     url: str
@@ -69,10 +70,23 @@ class Settings:
     retry_s_max: float = 60.0
     weights: str = ""
     model: str = ""
+    events: str = ""
+    events_replay: str = ""
     control: str = ""
 
     def __post_init__(self) -> None:
-        for name in ("url", "tenant", "mode", "generated", "durability", "weights", "model", "control"):
+        for name in (
+            "url",
+            "tenant",
+            "mode",
+            "generated",
+            "durability",
+            "weights",
+            "model",
+            "control",
+            "events",
+            "events_replay",
+        ):
             check_text(getattr(self, name), f"kv_connector_extra_config.{name}")
         if not self.url:
             raise InvalidArgument(
