@@ -31,6 +31,7 @@ from perdure.engines.vllm.adapters import Adapters
 from perdure.engines.vllm.generated import Generated
 from perdure.engines.vllm.hints import carry_out, hints_of
 from perdure.engines.vllm.link import Link
+from perdure.engines.vllm.pace import Pace
 from perdure.engines.vllm.promote import Promoter, Promotion, Shape, Spaces, adopted, warm_up
 from perdure.engines.vllm.saves import RequestState, Saves
 from perdure.engines.vllm.settings import Settings
@@ -41,8 +42,6 @@ _LOG = logging.getLogger("perdure.vllm")
 STILL_S_MAX = 1.0  # so long nothing is computed and nothing loaded while tokens are offered: there is no room for them
 SAVES_PER_STEP_MAX = 6  # about 0.1 ms; when a window slides on nothing can be put off
 DIGEST_S_MAX = 60.0  # after an epoch's start; requests wait for the digest as for an answer of the service
-_RATE_TOKENS_MIN = 64  # a step of fewer tokens says nothing about the speed of prefill
-_RATE_WEIGHT = 0.3
 
 
 @dataclass(slots=True)
@@ -83,9 +82,7 @@ class Scheduler:
         self._plan = Plan()
         self.tally = Tally()
         self.saved_s: list[float] = []
-        self._prefill_rate = settings.prefill_tokens_per_s
-        self._last_step: tuple[float, int] | None = None
-        self._still_since: float | None = None
+        self._pace = Pace(settings.prefill_tokens_per_s)
         self._pool: Any = None
         self.epoch_ended: Callable[[], None] = lambda: None
         self._watch = Watch(_control_file(settings))
@@ -201,7 +198,7 @@ class Scheduler:
             self._count_shadow(state, tokens)
             return 0, False
         state.offered = state.offered or now  # an engine that was idle before did not stand still
-        if self._still_since is not None and now - max(self._still_since, state.offered) > STILL_S_MAX:
+        if self._pace.still_s(now, state.offered) > STILL_S_MAX:
             self.tally.add(offers_declined=1)
             state.refused = True
             self._let_go(state)
@@ -216,7 +213,7 @@ class Scheduler:
         waited_ms = (now - promotion.asked) * 1000
         if waited_ms < self._settings.lookup_wait_ms_max:
             return False
-        if promotion.rate(now) > self._prefill_rate and waited_ms < self._settings.promote_wait_ms_max:
+        if promotion.rate(now) > self._pace.prefill_rate and waited_ms < self._settings.promote_wait_ms_max:
             return False
         if not promotion.stopped:
             self.tally.add(lookups_late=1)
@@ -226,7 +223,8 @@ class Scheduler:
     def _count_shadow(self, state: RequestState, tokens: int) -> None:
         if not state.counted:
             state.counted = True
-            self.tally.add(shadow_hits=1, shadow_hit_tokens=tokens, shadow_saved_seconds=tokens / self._prefill_rate)
+            saved_s = tokens / self._pace.prefill_rate
+            self.tally.add(shadow_hits=1, shadow_hit_tokens=tokens, shadow_saved_seconds=saved_s)
 
     def _is_canary(self, request: Any) -> bool:
         percent = self._settings.canary_percent
@@ -297,7 +295,7 @@ class Scheduler:
         plan, self._plan = self._plan, Plan()
         plan.epoch, plan.weights = self._epoch, self._weights
         self._saves.note_overwritten(plan, output)
-        self._measure(output.total_num_scheduled_tokens)
+        self._pace.step(output.total_num_scheduled_tokens, bool(self._loading))
         if self._working and output.num_scheduled_tokens:
             self._plan_saves(plan, output)
         return plan
@@ -344,18 +342,6 @@ class Scheduler:
         plan, self._plan = self._plan, Plan()
         return Plan(epoch=self._epoch, weights=self._weights, loads=plan.loads, cancel_saves=True)
 
-    def _measure(self, tokens: int) -> None:
-        """How fast the engine prefills, by the time until the next step is planned; and whether it stands still."""
-        now = time.monotonic()
-        if self._last_step is not None and self._last_step[1] >= _RATE_TOKENS_MIN:
-            rate = self._last_step[1] / max(now - self._last_step[0], 1e-6)
-            self._prefill_rate += _RATE_WEIGHT * (rate - self._prefill_rate)
-        self._last_step = (now, tokens)
-        if tokens or self._loading:
-            self._still_since = None
-        elif self._still_since is None:
-            self._still_since = now
-
     # --- what the workers say, and the end of a request
     def finished(self, request: Any, block_ids: Sequence[Sequence[int]]) -> None:
         """The request is over; its blocks may be overwritten from the next step on."""
@@ -391,7 +377,7 @@ class Scheduler:
                 state.refused = state.refused or load.transfer.request in wrong
                 self._let_go(state)
                 if not state.refused:
-                    saved_s = max(0.0, load.tokens / self._prefill_rate - (time.monotonic() - load.asked))
+                    saved_s = max(0.0, load.tokens / self._pace.prefill_rate - (time.monotonic() - load.asked))
                     self.tally.add(ttft_saved_seconds=saved_s)
                     self.saved_s.append(saved_s)
         if isinstance(outcome, Outcome):
