@@ -137,6 +137,7 @@ class SimEngine:
         tokens: int = 4,
         salt: str | None = None,
         session: str | None = None,
+        adapter: Any = None,
         params: dict[str, Any] | None = None,
         **more: Any,
     ) -> Request:
@@ -147,7 +148,7 @@ class SimEngine:
         sampling.update_from_generation_config({}, None)
         request = Request(
             request_id=name, prompt_token_ids=list(prompt), sampling_params=sampling, pooling_params=None,
-            cache_salt=salt, session_id=session, block_hasher=self._hasher,
+            cache_salt=salt, session_id=session, lora_request=adapter, block_hasher=self._hasher,
         )  # fmt: skip
         self.outputs[name] = []
         self.requests.append(request)

@@ -19,18 +19,20 @@ import zlib
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from typing import Any
 
+from vllm.utils.hashing import get_hash_fn_by_name
+from vllm.v1.core.kv_cache_utils import get_request_block_hasher
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
 from perdure import limits
-from perdure.engines.control import Watch, file_of
+from perdure.engines.control import Watch, watched
 from perdure.engines.vllm import identity
-from perdure.engines.vllm.adapters import Adapters
+from perdure.engines.vllm.adapters import Adapters, Names
 from perdure.engines.vllm.generated import Generated
 from perdure.engines.vllm.hints import carry_out, hints_of
 from perdure.engines.vllm.link import Link
+from perdure.engines.vllm.pace import Pace
 from perdure.engines.vllm.promote import Promoter, Promotion, Shape, Spaces, adopted, warm_up
 from perdure.engines.vllm.saves import RequestState, Saves
 from perdure.engines.vllm.settings import Settings
@@ -41,8 +43,6 @@ _LOG = logging.getLogger("perdure.vllm")
 STILL_S_MAX = 1.0  # so long nothing is computed and nothing loaded while tokens are offered: there is no room for them
 SAVES_PER_STEP_MAX = 6  # about 0.1 ms; when a window slides on nothing can be put off
 DIGEST_S_MAX = 60.0  # after an epoch's start; requests wait for the digest as for an answer of the service
-_RATE_TOKENS_MIN = 64  # a step of fewer tokens says nothing about the speed of prefill
-_RATE_WEIGHT = 0.3
 
 
 @dataclass(slots=True)
@@ -71,6 +71,8 @@ class Scheduler:
         self._generated = Generated(settings.generated)
         self._saves = Saves(self.shapes, hash_tokens, self._generated)
         self._adapters = Adapters()
+        algorithm = get_hash_fn_by_name(vllm_config.cache_config.prefix_caching_hash_algo)
+        self._hasher = get_request_block_hasher(hash_tokens, algorithm)
         self._ranks = int(vllm_config.parallel_config.world_size)
         self._epoch = 0
         self._shards: dict[tuple[int, int], Shard] = {}
@@ -83,12 +85,10 @@ class Scheduler:
         self._plan = Plan()
         self.tally = Tally()
         self.saved_s: list[float] = []
-        self._prefill_rate = settings.prefill_tokens_per_s
-        self._last_step: tuple[float, int] | None = None
-        self._still_since: float | None = None
+        self._pace = Pace(settings.prefill_tokens_per_s)
         self._pool: Any = None
         self.epoch_ended: Callable[[], None] = lambda: None
-        self._watch = Watch(_control_file(settings))
+        self._watch = Watch(watched(settings.url, settings.control))
         self._switch = self._watch.switch
 
     def bind_pool(self, block_pool: Any) -> None:
@@ -126,8 +126,16 @@ class Scheduler:
         if state is None or state.request is not request:
             state = RequestState(request, self._epoch, request.num_preemptions, [0] * len(self.shapes))
             state.hints = hints_of(request)
+            if request.lora_request is not None:
+                state.adapted = Names(request, self._hasher)
             self._requests[request.request_id] = state
         return state
+
+    def _names(self, state: RequestState) -> list[bytes]:
+        """Of all the request's full blocks. For threads of ours, while there may be many new ones."""
+        if state.adapted is not None:
+            state.adapted.extend()
+        return state.names
 
     def _local_tokens(self, request: Any) -> int:
         """About how much the engine has itself: prefixes are evicted from their end, so their length is bisected."""
@@ -157,7 +165,7 @@ class Scheduler:
             return
         self.tally.add(lookups=1)
         state.promotion = self._promoter.start(
-            request.block_hashes[: limit // self._hash_tokens], min(first, limit), limit,
+            lambda: self._names(state)[: limit // self._hash_tokens], min(first, limit), limit,
             lambda: self._spaces(weights, self._adapters.find(adapter)),
             self._settings.mode == "on", self._settings.promote_wait_ms_max / 1000,
         )  # fmt: skip
@@ -175,7 +183,7 @@ class Scheduler:
         if state.load is not None:  # under this id an earlier load is still going on
             return None, False
         if request.num_preemptions != state.preemptions or state.epoch != self._epoch:
-            state.preemptions, state.epoch = request.num_preemptions, self._epoch
+            state.preemptions, state.epoch, state.offered = request.num_preemptions, self._epoch, 0.0
             self._let_go(state)
         now = time.monotonic()
         if state.refused or request.skip_reading_prefix_cache:
@@ -201,7 +209,7 @@ class Scheduler:
             self._count_shadow(state, tokens)
             return 0, False
         state.offered = state.offered or now  # an engine that was idle before did not stand still
-        if self._still_since is not None and now - max(self._still_since, state.offered) > STILL_S_MAX:
+        if self._pace.still_s(now, state.offered) > STILL_S_MAX:
             self.tally.add(offers_declined=1)
             state.refused = True
             self._let_go(state)
@@ -216,7 +224,7 @@ class Scheduler:
         waited_ms = (now - promotion.asked) * 1000
         if waited_ms < self._settings.lookup_wait_ms_max:
             return False
-        if promotion.rate(now) > self._prefill_rate and waited_ms < self._settings.promote_wait_ms_max:
+        if promotion.rate(now) > self._pace.prefill_rate and waited_ms < self._settings.promote_wait_ms_max:
             return False
         if not promotion.stopped:
             self.tally.add(lookups_late=1)
@@ -226,7 +234,8 @@ class Scheduler:
     def _count_shadow(self, state: RequestState, tokens: int) -> None:
         if not state.counted:
             state.counted = True
-            self.tally.add(shadow_hits=1, shadow_hit_tokens=tokens, shadow_saved_seconds=tokens / self._prefill_rate)
+            saved_s = tokens / self._pace.prefill_rate
+            self.tally.add(shadow_hits=1, shadow_hit_tokens=tokens, shadow_saved_seconds=saved_s)
 
     def _is_canary(self, request: Any) -> bool:
         percent = self._settings.canary_percent
@@ -253,7 +262,7 @@ class Scheduler:
         for group, (shape, table) in enumerate(zip(self.shapes, blocks.blocks, strict=True)):
             low, high = state.computed // shape.block_tokens, end // shape.block_tokens
             chosen = [at for at in range(low, high) if not table[at].is_null and table[at].block_hash is None]
-            parts.append(self._saves.part(request, group, chosen, [table[at].block_id for at in chosen]))
+            parts.append(self._saves.part(state, group, chosen, [table[at].block_id for at in chosen]))
             stored = max(high, state.canary // shape.block_tokens)
             state.saved[group] = max(state.saved[group], stored)
         for part in parts:
@@ -297,7 +306,7 @@ class Scheduler:
         plan, self._plan = self._plan, Plan()
         plan.epoch, plan.weights = self._epoch, self._weights
         self._saves.note_overwritten(plan, output)
-        self._measure(output.total_num_scheduled_tokens)
+        self._pace.step(output.total_num_scheduled_tokens, bool(self._loading))
         if self._working and output.num_scheduled_tokens:
             self._plan_saves(plan, output)
         return plan
@@ -312,6 +321,8 @@ class Scheduler:
             computed = state.request.num_computed_tokens + scheduled
             if computed < state.due or not self._may_save(state):
                 continue
+            if state.adapted is not None and len(state.names) < len(state.request.block_hashes):
+                self._promoter.later(state.adapted.extend)
             if state.canary:
                 self._check_canary(plan, state, computed, output)
             parts = self._saves.full(state, computed, partial(tables, request_id))
@@ -335,7 +346,7 @@ class Scheduler:
             for group, shape in enumerate(self.shapes):
                 at = state.canary // shape.block_tokens - 1
                 if at < len(table[group]) and table[group][at]:
-                    parts.append(self._saves.part(state.request, group, [at], [table[group][at]]))
+                    parts.append(self._saves.part(state, group, [at], [table[group][at]]))
             state.canary = 0
             plan.checks.append(self._transfer(state.request, parts))
 
@@ -344,18 +355,6 @@ class Scheduler:
         plan, self._plan = self._plan, Plan()
         return Plan(epoch=self._epoch, weights=self._weights, loads=plan.loads, cancel_saves=True)
 
-    def _measure(self, tokens: int) -> None:
-        """How fast the engine prefills, by the time until the next step is planned; and whether it stands still."""
-        now = time.monotonic()
-        if self._last_step is not None and self._last_step[1] >= _RATE_TOKENS_MIN:
-            rate = self._last_step[1] / max(now - self._last_step[0], 1e-6)
-            self._prefill_rate += _RATE_WEIGHT * (rate - self._prefill_rate)
-        self._last_step = (now, tokens)
-        if tokens or self._loading:
-            self._still_since = None
-        elif self._still_since is None:
-            self._still_since = now
-
     # --- what the workers say, and the end of a request
     def finished(self, request: Any, block_ids: Sequence[Sequence[int]]) -> None:
         """The request is over; its blocks may be overwritten from the next step on."""
@@ -363,6 +362,7 @@ class Scheduler:
         if state is None:
             return
         if self._working and self._may_save(state) and state.load is None:
+            self._names(state)
             confirmed = max(request.num_prompt_tokens, request.num_tokens - 1)
             parts = self._saves.full(state, min(request.num_computed_tokens, confirmed), lambda: block_ids)
             if parts:
@@ -370,9 +370,10 @@ class Scheduler:
         if state.load is None:
             self._let_go(state)
         if state.hints.any and self._working and state.epoch == self._epoch:
-            self._promoter.later(partial(self._carry_out, state, self._weights, request.block_hashes[:]))
+            self._promoter.later(partial(self._carry_out, state, self._weights))
 
-    def _carry_out(self, state: RequestState, weights: str, hashes: list[bytes]) -> None:
+    def _carry_out(self, state: RequestState, weights: str) -> None:
+        hashes = self._names(state)[:]
         end = len(hashes) * self._hash_tokens
         carry_out(
             state.hints, self._spaces(weights, self._adapters.find(state.request.lora_request)),
@@ -391,7 +392,7 @@ class Scheduler:
                 state.refused = state.refused or load.transfer.request in wrong
                 self._let_go(state)
                 if not state.refused:
-                    saved_s = max(0.0, load.tokens / self._prefill_rate - (time.monotonic() - load.asked))
+                    saved_s = max(0.0, load.tokens / self._pace.prefill_rate - (time.monotonic() - load.asked))
                     self.tally.add(ttft_saved_seconds=saved_s)
                     self.saved_s.append(saved_s)
         if isinstance(outcome, Outcome):
@@ -442,9 +443,3 @@ class Scheduler:
         self._watch.close()
         self._promoter.close()
         self._link.close()
-
-
-def _control_file(settings: Settings) -> Path | None:
-    if settings.control:
-        return Path(settings.control)
-    return None if settings.url.startswith(("tcp://", "nixl://")) else file_of(settings.url)
