@@ -57,6 +57,7 @@ def request(**more: Any) -> Any:
         "mm_features": [],
         "lora_request": None,
         "cache_salt": None,
+        "prompt_embeds": None,
     }
     return SimpleNamespace(**(values | more))
 
