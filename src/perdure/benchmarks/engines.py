@@ -1,7 +1,7 @@
 """`perdure bench engines`: what Perdure saves and costs in vLLM, beside vLLM's own caches, and in LMCache.
 
 Sections: "connector" (`engines_connector`), "replay" (`engines_replay`), "tier" (`engines_tier`, beside vLLM's `fs`
-tier), "lmcache" (`engines_lmcache`, beside its `fs_native`, in an environment of its own). vLLM runs SmolLM2-135M on the
+tier), "lmcache" (`engines_lmcache`, beside its `fs_native`, in an environment of its own). vLLM runs SmolLM2-135M on a
 CPU, so the forward pass of the last tokens is most of what a restored prompt takes.
 
 Contract: data goes to a temporary directory below `directory` and is removed at the end, also after an error; so are
