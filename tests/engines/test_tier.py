@@ -141,7 +141,8 @@ class Engine:
     def counts(self) -> dict[str, int]:
         stats = self.tier.get_stats()
         values = next(iter(v for k, v in stats.data.items() if str(k) == "data"))
-        return {":".join(labels): int(n) for labels, n in values.get("vllm:kv_offload_perdure_blocks", {}).items()}
+        found = values.get("vllm:kv_offload_perdure_blocks", {}).items()
+        return {":".join(labels): int(n) for labels, n in found if labels[0] != "held"}
 
     def close(self) -> None:
         self.manager.shutdown()

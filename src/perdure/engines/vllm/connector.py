@@ -156,8 +156,8 @@ class PerdureConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         return False, None
 
     def _tell(self, request: Any) -> None:
-        if self._teller is not None and self._scheduler is not None and (found := self._scheduler.stored_in(request)):
-            self._teller.ended(request, *found)
+        if self._teller is not None and self._scheduler is not None:
+            self._teller.ended(request, *self._scheduler.stored_in(request))
 
     def take_events(self) -> Iterable[Any]:
         return () if self._teller is None else self._guard.call([], self._teller.take)

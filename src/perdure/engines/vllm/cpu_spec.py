@@ -15,7 +15,9 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from vllm.v1.kv_offload.base import (
     CanonicalKVCaches,
     GPULoadStoreSpec,
@@ -35,13 +37,13 @@ class MemcpyWorker(OffloadingWorker):  # type: ignore[misc]  # vLLM has no types
     def __init__(self, kv_caches: CanonicalKVCaches, region: SharedOffloadRegion, blocks_per_chunk: int):
         self._region, self._blocks_per_chunk = region, blocks_per_chunk
         self._groups = kv_caches.group_data_refs
-        self._cache: list[torch.Tensor] = []  # (blocks, page)
-        self._shared: list[torch.Tensor] = []  # (chunks, blocks per chunk, page)
+        self._cache: list[NDArray[np.int8]] = []  # (blocks, page)
+        self._shared: list[NDArray[np.int8]] = []  # (chunks, blocks per chunk, page)
         for one in kv_caches.tensors:
             page = one.page_size_bytes
-            self._cache.append(one.tensor.view(torch.int8).view(-1, page))
+            self._cache.append(one.tensor.view(torch.int8).view(-1, page).numpy())
             chunks = region.create_next_worker_view(page * blocks_per_chunk)
-            self._shared.append(chunks.unflatten(1, (blocks_per_chunk, page)))
+            self._shared.append(chunks.unflatten(1, (blocks_per_chunk, page)).numpy())
         self._finished: list[TransferResult] = []
 
     def submit_store(self, job_id: int, src_spec: GPULoadStoreSpec, dst_spec: LoadStoreSpec) -> bool:
@@ -66,24 +68,23 @@ class MemcpyWorker(OffloadingWorker):  # type: ignore[misc]  # vLLM has no types
 
     def _copy(self, job_id: int, cache_spec: GPULoadStoreSpec, chunk_ids: Sequence[int], *, store: bool) -> None:
         started, moved = time.monotonic(), 0
-        blocks = torch.as_tensor(cache_spec.block_ids, dtype=torch.long)
-        chunks = torch.as_tensor(chunk_ids, dtype=torch.long)
+        blocks, chunks = np.asarray(cache_spec.block_ids), np.asarray(chunk_ids)
         block_at = chunk_at = 0
         for refs, count, first in zip(self._groups, cache_spec.group_sizes, cache_spec.block_indices, strict=True):
             if not count:
                 continue
             # a group's blocks may begin and end inside a chunk
-            places = torch.arange(count) + first % self._blocks_per_chunk
+            places = np.arange(count) + first % self._blocks_per_chunk
             used = int(places[-1]) // self._blocks_per_chunk + 1
             mine = blocks[block_at : block_at + count]
             rows = chunks[chunk_at : chunk_at + used][places // self._blocks_per_chunk]
             columns = places % self._blocks_per_chunk
+            pairs = list(zip(mine.tolist(), rows.tolist(), columns.tolist(), strict=True))
             for ref in refs:
                 cache, shared, nbytes = self._cache[ref.tensor_idx], self._shared[ref.tensor_idx], ref.page_size_bytes
-                if store:
-                    shared[rows, columns, :nbytes] = cache[mine, :nbytes]
-                else:
-                    cache[mine, :nbytes] = shared[rows, columns, :nbytes]
+                for block, row, column in pairs:  # page by page: fancy indexing would copy everything twice
+                    here, there = cache[block, :nbytes], shared[row, column, :nbytes]
+                    np.copyto(*((there, here) if store else (here, there)))
                 moved += count * nbytes
             block_at, chunk_at = block_at + count, chunk_at + used
         self._finished.append(TransferResult(job_id, True, moved, time.monotonic() - started))

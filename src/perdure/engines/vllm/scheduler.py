@@ -425,12 +425,10 @@ class Scheduler:
         self._weights = weights
         self._promoter.later(lambda: warm_up(self._spaces(weights, "")))  # connecting takes longer than a request waits
 
-    def stored_in(self, request: Any) -> tuple[int, Callable[[], Spaces]] | None:
-        """Up to which token the request's blocks may be stored, and where; None while nothing is stored."""
-        if not self._working:
-            return None
-        weights, adapter = self._weights, request.lora_request
-        return self._limit(request), lambda: self._spaces(weights, self._adapters.find(adapter))
+    def stored_in(self, request: Any) -> tuple[int, Callable[[], Spaces]]:
+        """Up to which token the request's blocks may be stored (0: none are), and where."""
+        weights, adapter, limit = self._weights, request.lora_request, self._limit(request) if self._working else 0
+        return limit, lambda: self._spaces(weights, self._adapters.find(adapter))
 
     def new_epoch(self) -> None:
         """The weights may be others from now on: nothing of before is offered, nothing of after stored as of before."""

@@ -132,7 +132,7 @@ class PerdureTier(SecondaryTierManager):  # type: ignore[misc]  # vLLM has no ty
     def build_metric_definitions(cls, extra_config: dict[str, Any]) -> dict[str, OffloadingMetricMetadata]:
         return {
             BLOCKS: OffloadingCounterMetadata(
-                documentation="Chunks moved between vLLM and Perdure, by direction and outcome.",
+                documentation="Chunks stored in, held by and loaded from Perdure, by what was done and how it went.",
                 labelnames=("direction", "outcome"),
             ),
             UP: OffloadingGaugeMetadata(documentation="Whether the Perdure service is there."),
@@ -147,6 +147,8 @@ class PerdureTier(SecondaryTierManager):  # type: ignore[misc]  # vLLM has no ty
             direction, _, outcome = name.partition(":")
             stats.increase_counter(BLOCKS, count, (direction, outcome))
         self._counts.clear()
+        for source, count in self._lookups.found().items():
+            stats.increase_counter(BLOCKS, count, ("held", source))
         stats.set_gauge(UP, int(self._service.up()))
         stats.set_gauge(EPOCH, self._service.epoch)
         return stats

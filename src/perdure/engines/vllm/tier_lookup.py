@@ -17,7 +17,9 @@ import logging
 import queue
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Collection, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any, Final
 
@@ -27,6 +29,7 @@ from perdure import limits
 from perdure.errors import PerdureError, ServiceBusy, ServiceUnavailable
 
 ROUND_BYTES: Final = 16 * limits.MIB  # held and answered at a time: loads begin while the rest is on its way
+ROUNDS_AHEAD: Final = 3  # so that the disk does not wait for us, nor the copies for the disk
 HOLD_MARGIN_S: Final = 1.0  # a hold that ends sooner is not worth a load
 _log = logging.getLogger(__name__)
 
@@ -90,13 +93,14 @@ class Lookups:
         self._batch: list[_Question] = []
         self._numbers = 0
         self._lookup_s = lookup_s
+        self._now, self._stuck = time.monotonic(), False
         self._asker = _Asker(space_of, hold_s, fetch_s)
 
     def lookup(self, key: bytes, request: str) -> bool | None:
         """True: there; False: not there; None: not known yet."""
         asked = self._asked.get(key)
         if asked is None or (isinstance(asked.answer, Held) and not asked.answer.good()):
-            if self._asker.stuck(self._lookup_s):
+            if self._stuck:
                 return False
             asked = self._ask(key, asked)
         if request not in asked.requests:
@@ -104,8 +108,7 @@ class Lookups:
             self._of_request.setdefault(request, set()).add(key)
         answer = asked.answer
         if answer is None:
-            waited_s = time.monotonic() - max(asked.since, self._asker.alive_at)
-            if waited_s <= self._lookup_s and not self._asker.stuck(self._lookup_s):
+            if self._now - max(asked.since, self._asker.alive_at) <= self._lookup_s and not self._stuck:
                 return None
             self._numbers += 1
             asked.number, asked.answer = self._numbers, False
@@ -114,7 +117,7 @@ class Lookups:
 
     def _ask(self, key: bytes, old: _Asked | None) -> _Asked:
         self._numbers += 1
-        asked = _Asked(self._numbers, time.monotonic())
+        asked = _Asked(self._numbers, self._now)
         if old is not None:
             asked.requests = old.requests
             self._drop(old)
@@ -123,7 +126,7 @@ class Lookups:
         return asked
 
     def flush(self) -> None:
-        """Once per step: take in what was answered, hand over what is asked."""
+        """At the end of a step: hand over what is asked."""
         self.collect()
         batch, self._batch = self._batch, []
         live = [(key, number) for key, number in batch if (a := self._asked.get(key)) and a.number == number]
@@ -131,6 +134,8 @@ class Lookups:
             self._asker.ask(live)
 
     def collect(self) -> None:
+        """Take in what was answered; once per step is enough, and it is when the clock is read."""
+        self._now, self._stuck = time.monotonic(), self._asker.stuck(self._lookup_s)
         for key, number, answer in self._asker.answers():
             asked = self._asked.get(key)
             if asked is not None and asked.number == number:
@@ -167,6 +172,12 @@ class Lookups:
             asked = self._asked.get(key)
             if asked is not None and asked.answer is False:
                 del self._asked[key]
+
+    def found(self) -> dict[str, int]:
+        """How many of the blocks held since the last call came from the service's memory, and from the disk."""
+        with self._asker.counting:
+            counted, self._asker.found = self._asker.found, Counter()
+        return dict(counted)
 
     # --- ends
     def forget(self, request: str) -> None:
@@ -207,6 +218,9 @@ class _Asker:
         self._work: queue.SimpleQueue[list[_Question] | Hold | None] = queue.SimpleQueue()
         self._answers: queue.SimpleQueue[list[_Answer]] = queue.SimpleQueue()
         self.alive_at = self.busy_since = 0.0
+        self.found: Counter[str] = Counter()  # where the service had the blocks that it holds for us
+        self.counting = threading.Lock()
+        self._rounds = ThreadPoolExecutor(ROUNDS_AHEAD, thread_name_prefix="perdure-tier-hold")
         self._thread = threading.Thread(target=self._run, name="perdure-tier-ask", daemon=True)
         self._thread.start()
 
@@ -232,6 +246,7 @@ class _Asker:
     def stop(self) -> None:
         self._work.put(None)
         self._thread.join()
+        self._rounds.shutdown(wait=True)
 
     def _run(self) -> None:
         while (work := self._work.get()) is not None:
@@ -258,12 +273,15 @@ class _Asker:
             there = space.present(names)
             absent = [question for question, yes in zip(questions, there, strict=True) if not yes]
             answer(absent, [False] * len(absent))
-            places = np.flatnonzero(there).tolist()
+            places, rest = np.flatnonzero(there).tolist(), []
             most = max(1, ROUND_BYTES // space.layout.block_bytes)
-            for at in range(0, len(places), most):
-                part = places[at : at + most]
-                rest = [questions[place] for place in places[at:]]
-                answer([questions[place] for place in part], self._hold(space, names[part]))
+            parts = [places[at : at + most] for at in range(0, len(places), most)]
+            for part, future in [(part, self._rounds.submit(self._hold, space, names[part])) for part in parts]:
+                asked = [questions[place] for place in part]
+                try:
+                    answer(asked, future.result())
+                except PerdureError:
+                    answer(asked, [False] * len(asked))
         except Exception as error:  # noqa: BLE001 (whatever it is, it is a miss, and this thread goes on)
             if not isinstance(error, PerdureError):
                 _log.warning("perdure tier: a lookup failed", exc_info=True)
@@ -277,6 +295,9 @@ class _Asker:
             space.begin(time.monotonic() + limits.send_wait_s)  # unless it is gone
             return [STORED] * len(names)
         found = [block is not None for block in view.blocks]
+        with self.counting:
+            self.found["memory"] += view.report.from_memory
+            self.found["disk"] += max(0, sum(found) - view.report.from_memory)
         hold = Hold(view, sum(found), until)
         if not any(found):
             view.release()
