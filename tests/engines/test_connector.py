@@ -413,3 +413,20 @@ def test_adapters_are_told_apart_by_their_content(engine: Callable[..., Any], tm
         one.ask(name, prompt, tokens=40, adapter=lora)
         one.settle()
         assert one.external[name] == external, name
+
+
+def test_as_a_child_of_multiconnector(engine: Callable[..., Any]) -> None:
+    """Two connectors of two tenants in one engine: each stores, the first that has a prefix loads it."""
+    from support.engine_sim import answer
+
+    prompt, other = prompt_of(300), prompt_of(300, 2)
+    for tenant, text in (("one", prompt), ("two", other)):
+        first = engine(extra={"tenant": tenant})
+        first.ask("a", text)
+        first.settle()
+    both = engine(children=[{"tenant": "one"}, {"tenant": "two"}])
+    for name, text in (("a", prompt), ("b", other)):
+        assert both.ask(name, text, tokens=30) == answer(text, 30)
+        assert both.external[name] == 288
+    assert both.ask("c", prompt_of(300, 3), tokens=30) == answer(prompt_of(300, 3), 30)
+    assert not both.scheduler.requests

@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterable
 from typing import Any, TypeVar
 
 import torch
+from vllm.distributed.kv_transfer import get_kv_transfer_group, has_kv_transfer_group
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorBase_V1,
     KVConnectorMetadata,
@@ -201,7 +202,10 @@ class PerdureConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
 
     # --- worker
     def get_handshake_metadata(self) -> Shard | None:
+        """None as a child of MultiConnector, which hands one child's on in the name of all: `Outcome` tells it then."""
         assert self._worker is not None
+        if has_kv_transfer_group() and get_kv_transfer_group() is not self:
+            return None
         return self._guard.call(None, self._worker.shard)
 
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:

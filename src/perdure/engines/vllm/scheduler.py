@@ -77,7 +77,7 @@ class Scheduler:
         self._epoch = 0
         self._shards: dict[tuple[int, int], Shard] = {}
         self._weights = ""
-        self._weights_by = 0.0  # until when it is worth waiting for their digest
+        self._weights_by = time.monotonic() + DIGEST_S_MAX  # until when it is worth waiting for their digest
         self.tripped = ""
         self._requests: dict[str, RequestState] = {}
         self._loading: dict[int, _Load] = {}
@@ -250,7 +250,10 @@ class Scheduler:
         """The engine has given the request its blocks, `tokens` of them to be loaded."""
         state = self._state(request)
         promotion = state.promotion
-        if not tokens:
+        if not tokens:  # another connector beside this one may load into them
+            self._plan.overwritten += [
+                one.block_id for table in blocks.blocks for one in table if one.block_hash is None and not one.is_null
+            ]
             if promotion is not None and promotion.done:  # what the service has need not be saved
                 for group, shape in enumerate(self.shapes):
                     state.saved[group] = max(state.saved[group], promotion.stored // shape.block_tokens)
