@@ -7,6 +7,7 @@ service and copied from there, or delivered straight into registered memory. Bat
 from __future__ import annotations
 
 import math
+import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -185,9 +186,26 @@ class RemoteKeyspace(RemoteReads, SessionVerbs):
             if region is None or extents is None:
                 self._stage(call, keys, part, blocks, terms, report)
             else:
-                self._store.region_number(call.run, region, call.until)
-                self._send(call, keys, part, region, [extents[at] for at in part], terms, report)
+                self._send_registered(call, keys, part, region, [extents[at] for at in part], terms, report)
             todo[part] = False
+
+    def _send_registered(
+        self, call: Call, keys: KeyArray, part: list[int], region: Region, extents: Extents, terms: Terms,
+        report: WriteReport,
+    ) -> None:  # fmt: skip
+        """What the caller must wait for, if no answer comes in time, is in the report."""
+        self._store.region_number(call.run, region, call.until)
+        came, answers = threading.Event(), []
+
+        def settle(answer: Any) -> None:
+            answers.append(answer)
+            came.set()
+
+        try:
+            self._send(call, keys, part, region, extents, terms, report, settle)
+        except BaseException:
+            report.settle_by(lambda timeout_s: self._wait_answer(call.run, came, answers, timeout_s))
+            raise
 
     def _stage(
         self, call: Call, keys: KeyArray, part: list[int], blocks: list[Parts], terms: Terms, report: WriteReport
