@@ -23,9 +23,10 @@ from typing import Any, Final
 
 import numpy as np
 
+from perdure import limits
 from perdure.buffers import copy_parts
 from perdure.engines.vllm.tier_identity import TierSettings, Weights, identity_of
-from perdure.engines.vllm.tier_lookup import ROUND_BYTES, Held
+from perdure.engines.vllm.tier_lookup import Held
 from perdure.errors import InvalidArgument, PerdureError, ServiceUnavailable
 from perdure.keys import KVLayout
 from perdure.reports import WriteStatus
@@ -34,6 +35,7 @@ from perdure.service.client import RemoteStore, connect
 
 BACK_OFF_S: Final = 1.0
 BEGIN_S: Final = 0.25  # for finding out whether the service is there
+ROUND_BYTES: Final = 16 * limits.MIB  # stored at a time: what the service copies out of the region before it writes
 THREADS: Final = 2  # for loads, and as many for stores
 _SETTLE_S: Final = 1.0
 _FOUND = int(BlockStatus.FOUND)
