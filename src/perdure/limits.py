@@ -166,6 +166,11 @@ probe_period_s: Final = 10.0
 probe_late_s: Final = 5.0  # a put and get that take longer than this are not ready
 probe_ttl_s: Final = 60.0
 
+# --- KV events ------------------------------------------------------------------------------------------------
+events_known_entries_max: Final = 262_144  # blocks that were told and can be told as removed: 50 MB
+events_replay_entries_max: Final = 10_000  # batches, as in vLLM
+events_waiting_entries_max: Final = 10_000
+
 
 def _check(condition: bool, relation: str) -> None:
     if not condition:  # survives python -O, unlike assert

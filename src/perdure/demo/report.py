@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from types import TracebackType
 from typing import Any, TypeVar
 
@@ -25,6 +25,9 @@ _TITLES = {
 
 class Stage:
     """Shows which process runs and how far it is: bars on a terminal, one line per scene elsewhere."""
+
+    def __init__(self, titles: Mapping[str, str] = _TITLES):
+        self._titles = titles
 
     def __enter__(self) -> Stage:
         from rich.console import Console
@@ -83,9 +86,9 @@ class Stage:
 
     def _begin(self, name: str) -> Any:
         self._started = time.monotonic()
-        self._task = task = self._bars.add_task(_TITLES[name], total=None, what="starting")
+        self._task = task = self._bars.add_task(self._titles[name], total=None, what="starting")
         if not self._console.is_terminal:
-            self._console.print(_TITLES[name], highlight=False)
+            self._console.print(self._titles[name], highlight=False)
 
         def note(what: str, done: int, total: int | None) -> None:
             shown = f"{what} {100 * done // total} %" if total else what

@@ -29,6 +29,7 @@ _DRAFTLESS = {"ngram", "ngram_gpu", "suffix"}  # speculation that keeps no KV of
 _CRYPTOGRAPHIC = {"sha256", "sha256_cbor"}
 _FP8 = {"fp8": "float8_e4m3", "fp8_e4m3": "float8_e4m3", "fp8_e5m2": "float8_e5m2"}
 _PLAIN_CACHE = {"auto", "bfloat16", "float16", "float32", *_FP8}
+_SCATTERED = {"LHBNC", "BHLNC"}
 _ATTENTION = {"FullAttentionSpec", "MLAAttentionSpec", "SlidingWindowSpec"}
 
 
@@ -77,9 +78,27 @@ def refusals(vllm_config: Any, kv_cache_config: Any | None = None) -> list[Refus
                 f"{TIER}, or method ngram",
             )
         )  # fmt: skip
+    if kv_cache_config is None and getattr(getattr(vllm_config, "model_config", None), "has_inner_state", False):
+        found.append(Refusal("Mamba or linear attention state", "the model", TIER))
     if kv_cache_config is not None:
         found += _refused_groups(kv_cache_config)
+        layout = kv_cache_config.kv_cache_layout
+        if layout in _SCATTERED:
+            found.append(Refusal("a KV cache with pages in pieces", f"KV layout {layout}", "layout LBHNC or LBNHC"))
     return found
+
+
+def config_of(model: str) -> Any:
+    """vLLM's configuration of a model, as its own defaults make it. Raises InvalidArgument without vLLM."""
+    try:
+        from vllm.engine.arg_utils import EngineArgs
+    except ImportError as error:
+        raise InvalidArgument(f"to judge a model vLLM has to be installed here ({error})") from None
+    check_version()
+    try:
+        return EngineArgs(model=model).create_engine_config()
+    except (ValueError, OSError, RuntimeError) as error:
+        raise InvalidArgument(f"{model}: vLLM refuses it: {error}") from error
 
 
 def _refused_parallelism(parallel: Any) -> Iterator[Refusal]:
@@ -124,7 +143,7 @@ def _refused_groups(kv_cache_config: Any) -> Iterator[Refusal]:
             else:
                 continue
             break
-        size = sum(_page_bytes(spec) for _, spec in layer_specs(group))
+        size = sum(page_bytes(spec) for _, spec in layer_specs(group))
         if size > limits.block_bytes_max:
             yield Refusal(
                 f"a block of {size} bytes", f"block_size={group.kv_cache_spec.block_size}",
@@ -184,7 +203,8 @@ def layer_specs(group: Any) -> list[tuple[str, Any]]:
     return [(name, group.kv_cache_spec if specs is None else specs[name]) for name in group.layer_names]
 
 
-def _page_bytes(spec: Any) -> int:
+def page_bytes(spec: Any) -> int:
+    """Bytes of one layer's part of a block, without padding."""
     return int(getattr(spec, "unpadded_page_size_bytes", spec.page_size_bytes))
 
 
@@ -211,7 +231,7 @@ def _group(
         window = first.sliding_window
     indexes = sorted(_layer_index(name) for name in group.layer_names)
     description = {
-        "layers": [(name, type(spec).__name__, spec.num_kv_heads, spec.head_size, spec.head_size_v, _page_bytes(spec))
+        "layers": [(name, type(spec).__name__, spec.num_kv_heads, spec.head_size, spec.head_size_v, page_bytes(spec))
                    for name, spec in named],
         "window": window,
     }  # fmt: skip
@@ -219,7 +239,7 @@ def _group(
     kv_dtype = _kv_dtype(vllm_config, first)
     layout = KVLayout(
         block_tokens=first.block_size,
-        block_bytes=sum(_page_bytes(spec) for _, spec in named),
+        block_bytes=sum(page_bytes(spec) for _, spec in named),
         dtype=_dtype_name(vllm_config.model_config.dtype),
         kv_dtype=kv_dtype,
         order=f"vllm:{kv_cache_config.kv_cache_layout or 'LBHNC'}:{backend}:{hash_identity(vllm_config)}",
