@@ -82,8 +82,11 @@ class Sealed(PerdureError):
 class Service:
     """The connection, made when it is first needed, and a keyspace for each group of the weights' epoch."""
 
-    def __init__(self, settings: TierSettings, config: Any, layouts: dict[int, KVLayout], primary: Primary):
+    def __init__(
+        self, settings: TierSettings, config: Any, layouts: dict[int, KVLayout], primary: Primary, draft: str = ""
+    ):  # fmt: skip
         self.settings, self._config, self._layouts, self._primary = settings, config, layouts, primary
+        self._draft = draft
         self.weights = Weights(settings, str(config.model.name))
         self._lock = threading.Lock()
         self._store: RemoteStore | None = None
@@ -126,9 +129,9 @@ class Service:
         if group not in self._spaces:
             if group not in self._layouts:
                 raise InvalidArgument(f"KV-cache group {group} is not among vLLM's offloaded groups")
-            one = identity_of(self._config, self.weights.name(), self._layouts[group])
+            one = identity_of(self._config, self.weights.name(), self._layouts[group], self._draft)
             self._spaces[group] = self._store.keyspace(
-                model=one.model, weights=one.weights, layout=one.layout, tenant=self.settings.tenant
+                model=one.model, weights=one.weights, layout=one.layout, tenant=self.settings.tenant, draft=one.draft
             )
         return self._spaces[group]
 
