@@ -8,12 +8,14 @@ is raised; the scheduler's thread waits for nobody; a shutdown leaves nothing ma
 from __future__ import annotations
 
 import itertools
+import os
 import threading
 import time
 import warnings
 from collections.abc import Iterator
 from importlib.util import find_spec
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -39,7 +41,8 @@ with warnings.catch_warnings():
     from vllm.v1.kv_offload.tiering.spec import TieringOffloadingSpec
 
     from perdure.engines.vllm.tier import PerdureTier
-    from perdure.engines.vllm.tier_identity import TierSettings, Weights, files_digest
+    from perdure.engines.vllm.tier_engine import check, engine_config, meaning
+    from perdure.engines.vllm.tier_identity import TierSettings, Weights, draft_of, files_digest
     from perdure.engines.vllm.tier_jobs import BACK_OFF_S, Sealed
     from perdure.engines.vllm.tier_lookup import Lookups
 
@@ -320,19 +323,19 @@ def test_service_killed_during_stores_and_loads(service: ServiceProcess) -> None
 
 def test_service_that_hangs_delays_a_lookup_once(service: ServiceProcess) -> None:
     keys = some_keys(4)
-    with Engine(service.address("unix"), lookup_s=0.05, load_s=0.2, store_s=0.2) as engine:
+    with Engine(service.address("unix"), lookup_s=0.05) as engine:
         engine.store(keys)
         engine.manager.primary_tier.reset_cache()
         service.stop()
         assert engine.fetch(keys) == [False] * 4
-        assert engine.tier.lookup(some_keys(1, seed=5)[0], engine.request()) is MISS  # without asking
+        assert engine.lookup(some_keys(1, seed=5), engine.request()) == [MISS]
         service.go_on()
         until(lambda: all(engine.fetch(keys)))
 
 
 def test_store_into_a_service_that_hangs_keeps_the_chunks_until_it_cannot_read_them(service: ServiceProcess) -> None:
     keys = some_keys(4)
-    with Engine(service.address("unix"), store_s=0.2) as engine:
+    with Engine(service.address("unix")) as engine:
         engine.store(some_keys(1, seed=3))
         space = engine.tier._service.space(0)
         chunks = engine.tier._primary.shared_chunks(range(4))
@@ -446,6 +449,7 @@ def test_settings_are_checked() -> None:
         good | {"load_s": 0},
         good | {"share_region": 1},
         good | {"tenant": 3},
+        good | {"adapters": "?"},
     ):
         with pytest.raises(InvalidArgument):
             TierSettings.of(bad)
@@ -486,3 +490,70 @@ def test_served_in_this_process(tmp_path: Path) -> None:
         assert not engine.tier._service.shares_region
         engine.manager.primary_tier.reset_cache()
         assert engine.fetch(keys) == [True] * 3
+
+
+# --- what the engine's settings say
+class VllmConfig(SimpleNamespace):
+    """In place of vLLM's: found by its name and its engine's id."""
+
+
+VllmConfig.__module__ = "vllm.config"
+
+
+def engine_settings(engine_id: str = "x", **changed: Any) -> Any:
+    given: dict[str, Any] = {
+        "kv_transfer_config": SimpleNamespace(engine_id=engine_id),
+        "lora_config": None,
+        "cache_config": SimpleNamespace(
+            prefix_caching_hash_algo="sha256", cache_dtype="auto", kv_cache_layout="LBHNC", calculate_kv_scales=False
+        ),
+        "model_config": SimpleNamespace(
+            dtype="torch.bfloat16", revision=None, quantization=None, model="m",
+            hf_config=SimpleNamespace(to_dict=lambda: {"rope_theta": 1.0}),
+        ),
+        "load_config": SimpleNamespace(load_format="auto"),
+        "speculative_config": None,
+    }  # fmt: skip
+    return VllmConfig(**(given | changed))
+
+
+def test_settings_of_the_engine_are_found_and_part_of_the_name(tmp_path: Path) -> None:
+    one = engine_settings("engine-of-this-test")
+    assert engine_config("engine-of-this-test") is one
+    assert engine_config("engine-of-another-test") is None
+    base = meaning(engine_settings())
+    assert base == meaning(engine_settings())
+    others = []
+    for field, name, value in (
+        ("model_config", "revision", "abc"),
+        ("model_config", "quantization", "fp8"),
+        ("model_config", "dtype", "torch.float16"),
+        ("model_config", "hf_config", SimpleNamespace(to_dict=lambda: {"rope_theta": 2.0})),
+        ("cache_config", "prefix_caching_hash_algo", "sha256_cbor"),
+        ("load_config", "load_format", "dummy"),
+    ):
+        changed = engine_settings()
+        setattr(getattr(changed, field), name, value)
+        others.append(meaning(changed))
+    draft = SimpleNamespace(method="eagle", model=str(tmp_path), revision=None)
+    others.append(meaning(engine_settings(speculative_config=draft)))
+    assert len({base, *others}) == len(others) + 1
+    assert draft_of(engine_settings()) == ""
+    (tmp_path / "model.safetensors").write_bytes(b"1")
+    assert draft_of(engine_settings(speculative_config=draft)).startswith("files:")
+
+
+def test_what_a_tier_cannot_tell_apart_is_refused() -> None:
+    check(engine_settings(), "")
+    with pytest.raises(InvalidArgument, match="LoRA"):
+        check(engine_settings(lora_config=object()), "")
+    check(engine_settings(lora_config=object()), "by-name")
+    scaled = engine_settings()
+    scaled.cache_config.calculate_kv_scales = True
+    with pytest.raises(InvalidArgument, match="scales"):
+        check(scaled, "")
+    if "PYTHONHASHSEED" not in os.environ:
+        weak = engine_settings()
+        weak.cache_config.prefix_caching_hash_algo = "xxhash"
+        with pytest.raises(InvalidArgument, match="sha256_cbor"):
+            check(weak, "")

@@ -2,17 +2,18 @@
 
 vLLM's `fs` tier is asked the same questions in the same engine; what it does with a damaged block is told, not
 asserted.
-Two engines are started for all of it, because starting one takes half a minute.
+Few engines are started for all of it, because starting one takes half a minute.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import pytest
+from support import tiny_models
+from support.engines import needs_vllm
 
 import perdure
 from perdure.benchmarks.engines_tier import prompt, stored
@@ -22,23 +23,12 @@ from perdure.testing.transport import ServiceProcess
 pytestmark = [
     pytest.mark.slow,
     pytest.mark.timeout(900),
-    pytest.mark.skipif(find_spec("vllm") is None, reason="vLLM is not installed here (make test-engines has it)"),
+    needs_vllm,
 ]
 
 TOKENS = 1500
 CACHED = TOKENS // 128 * 128
 TEXT = 16
-
-
-@pytest.fixture(scope="module")
-def model() -> Path:
-    from perdure.demo.scenes import default_model_cache
-    from perdure.engines.smollm import ModelUnavailable, model_path
-
-    try:
-        return model_path(default_model_cache())
-    except ModelUnavailable as error:
-        pytest.skip(str(error))
 
 
 def damage(path: Path) -> None:
@@ -78,8 +68,8 @@ class Scene:
 
 
 @pytest.fixture(scope="module")
-def scene(tmp_path_factory: pytest.TempPathFactory, model: Path) -> Iterator[Scene]:
-    scene = Scene(tmp_path_factory.mktemp("tier"), model)
+def scene(tmp_path_factory: pytest.TempPathFactory, smollm: Path) -> Iterator[Scene]:
+    scene = Scene(tmp_path_factory.mktemp("tier"), smollm)
     yield scene
     scene.service.end()
 
@@ -144,3 +134,32 @@ def _without_service(scene: Scene, engine: EngineProcess, context: list[int], lo
         scene.service.end()
         assert said(engine.receive()) == said(local)
         scene.service = scene.serve()
+
+
+@pytest.mark.parametrize("kind", ["gemma3", "gpt-oss", "qwen3-next"])
+def test_models_of_several_kinds_of_attention(kind: str, models: Path, service: ServiceProcess, tmp_path: Path) -> None:
+    """Sliding windows beside full attention, and linear attention's states: groups of their own, and all come back."""
+    given = tiny_models.llm(kind, models)
+    if kind == "qwen3-next":
+        given |= {"enable_prefix_caching": True, "mamba_cache_mode": "align"}
+    options: dict[str, Any] = {
+        "model": given.pop("model"), "dtype": given.pop("dtype"), "length": given.pop("max_model_len"),
+        "cpu_bytes": 1 << 28, "engine": given,
+    }  # fmt: skip
+    url = service.address("unix")
+    tier = {"type": "perdure", "module_path": "perdure.engines.vllm.tier", "weights": "files", "url": url}
+    context = tiny_models.prompt(TOKENS)
+    with EngineProcess(tmp_path, "first", tiers=[tier], **options) as engine:
+        engine.generate(context, max_tokens=TEXT)
+        local = engine.generate(context, max_tokens=TEXT)
+        stored(engine)
+        engine.end()
+    with EngineProcess(tmp_path, "second", tiers=[tier], **options) as engine:
+        restored = engine.generate(context, max_tokens=TEXT)
+        assert restored["cached"] > TOKENS // 2
+        assert said(restored) == said(local)
+        engine.end()
+    if kind == "gemma3":  # the same files, computed with differently
+        given["hf_overrides"] = {"rms_norm_eps": 0.01}
+        with EngineProcess(tmp_path, "third", tiers=[tier], **options) as engine:
+            assert engine.generate(context, max_tokens=TEXT)["cached"] == 0

@@ -33,7 +33,8 @@ from vllm.v1.kv_offload.base import (
 )
 from vllm.v1.kv_offload.tiering.base import JobResult, SecondaryTierManager, TransferJob
 
-from perdure.engines.vllm.tier_identity import TierSettings, layouts_of
+from perdure.engines.vllm.tier_engine import check, engine_config
+from perdure.engines.vllm.tier_identity import TierSettings, draft_of, layouts_of
 from perdure.engines.vllm.tier_jobs import Done, Jobs, Primary, Service
 from perdure.engines.vllm.tier_lookup import Lookups
 
@@ -49,16 +50,20 @@ class PerdureTier(SecondaryTierManager):  # type: ignore[misc]  # vLLM has no ty
 
     def __init__(
         self, offloading_spec: Any, primary_kv_view: memoryview, tier_type: str, backpressure_detector: Any = None,
-        locality: str | None = None, enable_kv_events: bool = False, **config: Any,
+        locality: str | None = None, enable_kv_events: bool = False, **options: Any,
     ):  # fmt: skip
         super().__init__(offloading_spec, primary_kv_view, tier_type, backpressure_detector)
-        settings = TierSettings.of(config)
+        settings = TierSettings.of(options)
         self.locality = None if locality is None else Locality(locality)
-        layouts = layouts_of(offloading_spec.config, self.block_size_bytes)
+        config = offloading_spec.config
+        engine = engine_config(config.engine_id)
+        if engine is not None:
+            check(engine, settings.adapters)
+        layouts = layouts_of(config, self.block_size_bytes, engine)
         self._region_fd = _region_fd(offloading_spec) if settings.share_region else None
         self._primary = Primary(primary_kv_view, self._region_fd)
         try:
-            self._service = Service(settings, offloading_spec.config, layouts, self._primary)
+            self._service = Service(settings, config, layouts, self._primary, draft_of(engine))
             self._lookups = Lookups(
                 self._service.space, lookup_s=settings.lookup_s, hold_s=settings.hold_s, fetch_s=settings.load_s
             )

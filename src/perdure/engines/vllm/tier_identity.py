@@ -1,8 +1,8 @@
 """What the tier is told about itself: its settings, and the keyspaces that vLLM's offloaded chunks belong to.
 
 Contract
-- A secondary tier sees vLLM's `OffloadingConfig` and nothing more: neither weights, nor a revision, a quantization or
-  an override. `weights` therefore has to name them; there is no default that could give another model's blocks.
+- A secondary tier sees no weights: vLLM hands it its `OffloadingConfig`, and `tier_engine` finds the settings of the
+  engine. `weights` therefore has to name them; there is no default that could give another model's blocks.
 - One keyspace for each KV-cache group. A chunk holds the bytes of all workers of one host, so how the model is spread
   over them is part of its layout: other sizes of tensor or pipeline parallelism are a miss.
 - `reset_cache()` (sleep, pause and weight updates alike) seals the weights' epoch: see `Weights`.
@@ -21,6 +21,7 @@ from typing import Any
 
 from perdure import keys as naming
 from perdure import limits
+from perdure.engines.vllm.tier_engine import BY_NAME, draft_directory, meaning, model_dtype
 from perdure.errors import InvalidArgument, UnknownOption
 from perdure.keys import KeyspaceIdentity, KVLayout
 from perdure.keyspace import check_seconds, durability_of
@@ -47,9 +48,9 @@ FILES = "files"
 class TierSettings:
     """The entry of `secondary_tiers`, beyond vLLM's own `type`, `module_path` and `backpressure`.
 
-    url: the service's socket or directory. weights: "algorithm:value", a name for everything that decides the KV of a
-    token besides the model's name (weights, revision, quantization, overrides, adapters); or "files", the digest of the
-    files in the model's directory. weights_file: a file that holds such a name instead, read again after every reset.
+    url: the service's socket or directory. weights: "algorithm:value", a name for the loaded weights and adapters, and
+    for what the engine's settings do not say; or "files", the digest of the files in the model's directory.
+    weights_file: a file that holds such a name instead, read again after every reset. adapters: "by-name" allows LoRA.
     after_reset: "new" (blocks of before are never found again by this process, unless `weights_file` names the weights)
     or "same" (the operator vouches that resets change no weights). share_region: let the service read vLLM's region.
     lookup_s: until a question that is not answered is a miss. hold_s: how long a block is held in the service's memory
@@ -61,6 +62,7 @@ class TierSettings:
     weights: str = ""
     weights_file: str = ""
     after_reset: str = "new"
+    adapters: str = ""
     durability: str = "session"
     ttl_s: float | None = None
     share_region: bool = True
@@ -101,6 +103,8 @@ class TierSettings:
         durability_of(self.durability)
         if self.after_reset not in ("new", "same"):
             raise InvalidArgument(f"perdure tier after_reset={self.after_reset!r}: must be 'new' or 'same'")
+        if self.adapters not in ("", BY_NAME):
+            raise InvalidArgument(f"perdure tier adapters={self.adapters!r}: must be {BY_NAME!r}, or left out")
         if not isinstance(self.share_region, bool):
             raise InvalidArgument(f"perdure tier share_region={self.share_region!r}: must be true or false")
         if bool(self.weights) == bool(self.weights_file):
@@ -177,13 +181,15 @@ def _sha256(path: Path) -> bytes:
         return hashlib.file_digest(file, "sha256").digest()
 
 
-def layouts_of(config: Any, chunk_bytes: int) -> dict[int, KVLayout]:
-    """The layout of a chunk of each KV-cache group, by the group's number, from vLLM's OffloadingConfig.
+def layouts_of(config: Any, chunk_bytes: int, engine: Any = None) -> dict[int, KVLayout]:
+    """The layout of a chunk of each KV-cache group, by the number that its keys end with, from vLLM's OffloadingConfig.
 
-    chunk_bytes: of one row of the shared region, padding and all workers included. Raises InvalidArgument."""
+    chunk_bytes: of one row of the shared region, padding and all workers included. engine: its VllmConfig, if it is
+    known. Raises InvalidArgument."""
     raw = str(config.model.dtype)
-    dtype = _DTYPES.get(raw)
-    if dtype is None:
+    kv_dtype = _DTYPES.get(raw)
+    dtype = kv_dtype if engine is None else _DTYPES.get(model_dtype(engine))
+    if dtype is None or kv_dtype is None:
         raise InvalidArgument(f"perdure tier: KV of dtype {raw!r} is not supported; known: {', '.join(_DTYPES)}")
     parallel, per_chunk = config.parallel, config.cache.blocks_per_chunk
     order = (
@@ -192,17 +198,19 @@ def layouts_of(config: Any, chunk_bytes: int) -> dict[int, KVLayout]:
         f"/bytes{config.worker_kv_bytes_per_block}"
         + ("/canonical" if config.canonical_layout else "")
         + ("/replicated" if config.replicated_layout else "")
+        + ("" if engine is None else f"/{meaning(engine)}")
     )
     made = {}
-    for number, group in enumerate(config.groups):
+    for group in config.groups:
         layers = hashlib.sha256("\0".join(group.layer_names).encode()).hexdigest()
-        made[number] = KVLayout(
+        made[group.group_id] = KVLayout(
             block_tokens=group.tokens_per_block * per_chunk,
             block_bytes=chunk_bytes,
             dtype=dtype,
+            kv_dtype=kv_dtype,
             order=order,
             layers=(0, len(group.layer_names)),
-            group=f"{number}/{group.group_id}/{layers}",
+            group=f"{group.group_id}/{layers}",
             isa=_isa(group.tokens_per_block),
         )
     return made
@@ -221,5 +229,13 @@ def _isa(block_tokens: int) -> str:
     return "/".join([platform.machine(), *found])
 
 
-def identity_of(config: Any, weights: str, layout: KVLayout) -> KeyspaceIdentity:
-    return KeyspaceIdentity(model=str(config.model.name), weights=weights, layout=layout)
+def identity_of(config: Any, weights: str, layout: KVLayout, draft: str = "") -> KeyspaceIdentity:
+    """Of a model in a directory the directory's name counts, not where it lies."""
+    name = str(config.model.name)
+    return KeyspaceIdentity(Path(name).name if Path(name).is_dir() else name, weights, layout, draft=draft)
+
+
+def draft_of(engine: Any) -> str:
+    """Digest of a draft model that lies in a directory of its own; "" otherwise."""
+    folder = None if engine is None else draft_directory(engine)
+    return "" if folder is None else files_digest(folder)

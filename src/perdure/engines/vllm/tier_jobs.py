@@ -23,9 +23,10 @@ from typing import Any, Final
 
 import numpy as np
 
+from perdure import limits
 from perdure.buffers import copy_parts
 from perdure.engines.vllm.tier_identity import TierSettings, Weights, identity_of
-from perdure.engines.vllm.tier_lookup import ROUND_BYTES, Held
+from perdure.engines.vllm.tier_lookup import Held
 from perdure.errors import InvalidArgument, PerdureError, ServiceUnavailable
 from perdure.keys import KVLayout
 from perdure.reports import WriteStatus
@@ -34,6 +35,7 @@ from perdure.service.client import RemoteStore, connect
 
 BACK_OFF_S: Final = 1.0
 BEGIN_S: Final = 0.25  # for finding out whether the service is there
+ROUND_BYTES: Final = 16 * limits.MIB  # stored at a time: what the service copies out of the region before it writes
 THREADS: Final = 2  # for loads, and as many for stores
 _SETTLE_S: Final = 1.0
 _FOUND = int(BlockStatus.FOUND)
@@ -80,8 +82,11 @@ class Sealed(PerdureError):
 class Service:
     """The connection, made when it is first needed, and a keyspace for each group of the weights' epoch."""
 
-    def __init__(self, settings: TierSettings, config: Any, layouts: dict[int, KVLayout], primary: Primary):
+    def __init__(
+        self, settings: TierSettings, config: Any, layouts: dict[int, KVLayout], primary: Primary, draft: str = ""
+    ):  # fmt: skip
         self.settings, self._config, self._layouts, self._primary = settings, config, layouts, primary
+        self._draft = draft
         self.weights = Weights(settings, str(config.model.name))
         self._lock = threading.Lock()
         self._store: RemoteStore | None = None
@@ -124,9 +129,9 @@ class Service:
         if group not in self._spaces:
             if group not in self._layouts:
                 raise InvalidArgument(f"KV-cache group {group} is not among vLLM's offloaded groups")
-            one = identity_of(self._config, self.weights.name(), self._layouts[group])
+            one = identity_of(self._config, self.weights.name(), self._layouts[group], self._draft)
             self._spaces[group] = self._store.keyspace(
-                model=one.model, weights=one.weights, layout=one.layout, tenant=self.settings.tenant
+                model=one.model, weights=one.weights, layout=one.layout, tenant=self.settings.tenant, draft=one.draft
             )
         return self._spaces[group]
 

@@ -28,7 +28,7 @@ import numpy as np
 from perdure import limits
 from perdure.errors import PerdureError, ServiceBusy, ServiceUnavailable
 
-ROUND_BYTES: Final = 16 * limits.MIB  # held and answered at a time: loads begin while the rest is on its way
+ROUND_BYTES: Final = 32 * limits.MIB  # held and answered at a time: loads begin while the rest is on its way
 ROUNDS_AHEAD: Final = 3  # so that the disk does not wait for us, nor the copies for the disk
 HOLD_MARGIN_S: Final = 1.0  # a hold that ends sooner is not worth a load
 _log = logging.getLogger(__name__)
