@@ -120,7 +120,7 @@ class Keyspace(SessionVerbs):
         core = self._core
         there = array[: self.lookup(array)]
         return advise(
-            core.pool.holds(there), core.rates, block_bytes=self.layout.block_bytes,
+            np.array(core.pool.holds(there), bool), core.rates, block_bytes=self.layout.block_bytes,
             block_tokens=self.layout.block_tokens, prefill_tokens_per_s=prefill_tokens_per_s, deadline_s=limit,
         )  # fmt: skip
 

@@ -23,9 +23,6 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterable
 
-import numpy as np
-from numpy.typing import NDArray
-
 from perdure import limits
 from perdure.catalog.api import KeyArray
 from perdure.errors import InvalidArgument
@@ -128,11 +125,10 @@ class DramPool:
                     slot.used = slot.chunk.used = self._tick
                     slot.chunk.owner.lru.move_to_end(name)
 
-    def holds(self, keys: KeyArray) -> NDArray[np.bool_]:
+    def holds(self, keys: KeyArray) -> list[bool]:
         """Which blocks are here. Does not count as a use."""
         with self._lock:
-            index = self._index
-            return np.fromiter((name in index for name in key_names(keys)), bool, len(keys))
+            return [name in self._index for name in key_names(keys)]
 
     def pins_of(self, key: bytes) -> int | None:
         """How many look at a block now; None if it is not here. Does not count as a use."""
