@@ -324,7 +324,7 @@ def test_an_operator_turns_it_off_and_on(engine: Callable[..., Any], service: Se
     control.tell(path, weights=True)
     one.connector._scheduler._watch.look()
     one.ask("d", prompt)
-    assert one.connector._scheduler._epoch == 1
+    assert one.connector._scheduler._epochs.number == 1
     assert one.external["d"] == 192
 
 
