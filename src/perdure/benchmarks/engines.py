@@ -1,7 +1,7 @@
 """`perdure bench engines`: what Perdure saves and costs in vLLM, beside vLLM's own caches, and in LMCache.
 
 Sections: "connector" (`engines_connector`), "replay" (`engines_replay`), "tier" (`engines_tier`, beside vLLM's `fs`
-tier), "lmcache" (`engines_lmcache`, beside its `fs_native`, in an environment of its own). vLLM runs SmolLM2-135M on the
+tier), "lmcache" (`engines_lmcache`, beside its `fs_native`, in an environment of its own). vLLM runs SmolLM2-135M on a
 CPU, so the forward pass of the last tokens is most of what a restored prompt takes.
 
 Contract: data goes to a temporary directory below `directory` and is removed at the end, also after an error; so are
@@ -22,6 +22,7 @@ from perdure.benchmarks.harness import Report, Row, machine, unmeasured
 from perdure.benchmarks.progress import Progress
 from perdure.engines.smollm import model_path
 from perdure.limits import GIB
+from perdure.testing.vllm_process import EngineFailed
 
 SECTIONS = ("connector", "replay", "tier", "lmcache")
 TOKENS, REPETITIONS = 4800, 5
@@ -41,7 +42,7 @@ def run(
     """Measure on the file system of `directory`. model_cache: where the converted model is, or is put. cache_dir: where
     LMCache's environment is or may be put; without it LMCache is not measured. `json`: no progress is drawn.
 
-    Raises WrongResult when an engine does not answer as it should, EngineFailed when it ends."""
+    Raises WrongResult when an engine does not answer as it should."""
     tokens, repetitions = (QUICK_TOKENS, QUICK_REPETITIONS) if quick else (TOKENS, REPETITIONS)
     base = Path(tempfile.mkdtemp(prefix="engines-", dir=directory)).resolve()
     try:
@@ -66,7 +67,10 @@ def run(
                 ),
             }
             for name in sections:
-                report.rows += made[name]()
+                try:
+                    report.rows += made[name]()
+                except EngineFailed as error:
+                    report.rows.append(unmeasured(f"section {name}", "s", "", str(error)))
         return report
     finally:
         shutil.rmtree(base, ignore_errors=True)

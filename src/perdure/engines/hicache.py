@@ -4,8 +4,8 @@ Contract
 - A page is True only if its bytes were verified and are in the pool. Missing, corrupt and late pages, and all while
   the service is away, are False, and their memory is untouched. Answers are as long as the questions. Nothing raises
   into SGLang's storage threads, which it never restarts.
-- A page exists only if every tensor-parallel rank's part of it does, and every pool's that is needed: ranks of one host
-  answer alike whatever one of them has lost. Parts of other pipeline stages are compared by SGLang itself.
+- A page exists only if every tensor-parallel rank's part of it does, and every pool's that is needed: ranks that share
+  a service answer alike whatever one of them has lost. Other hosts' and pipeline stages' parts SGLang compares itself.
 - What a page means is part of its name: model, `weights`, the pools' layout, the rank's part, tenant and `salt`.
 - `clear()` deletes nothing. It begins a new epoch of the weights: pages stored before are not found any more by this
   engine, on any rank of its host. With `weights_file` the epoch is what that file says then, so the pages of weights
@@ -44,7 +44,8 @@ class Settings:
 
     url, tenant: where and whose. weights: digest of the loaded weights, or weights_file: a file that holds it, read
     again by `clear()`. salt: part of every name. require_salt: the tenant's pages must have one. scales: digest of
-    static KV scales that are not in the weights. durability: "ephemeral" survives the process, "session" a power cut.
+    static KV scales that are not in the weights. tp_per_host: tensor-parallel ranks that share this service, if not all
+    do. durability: "ephemeral" survives the process, "session" a power cut.
     lookup_s, read_s, write_s: how long a batch may take. off_s: how long nothing is asked after a failure."""
 
     url: str = ""
@@ -54,6 +55,7 @@ class Settings:
     salt: str = ""
     require_salt: bool = False
     scales: str = ""
+    tp_per_host: int = 0
     codec: str = "auto"
     durability: str = "ephemeral"
     lookup_s: float = 0.5
@@ -80,6 +82,8 @@ class Settings:
         for name in ("lookup_s", "read_s", "write_s", "off_s"):
             seconds(getattr(made, name), name)
         durability_of(made.durability)
+        if isinstance(made.tp_per_host, bool) or not isinstance(made.tp_per_host, int) or made.tp_per_host < 0:
+            raise InvalidArgument(f"tp_per_host={made.tp_per_host!r}: must be a number of ranks, 0 for all")
         if made.weights and made.weights_file:
             raise InvalidArgument("weights and weights_file: give one of them")
         return made
@@ -98,8 +102,9 @@ class HiCacheAdapter:
         _refuse(storage_config, self.settings, self.salted_names)
         one = storage_config
         self.shard = Shard(
-            one.tp_rank, one.tp_size, one.pp_rank, one.pp_size, one.attn_cp_rank, one.attn_cp_size, one.is_mla_model
-        )
+            one.tp_rank, one.tp_size, one.pp_rank, one.pp_size, one.attn_cp_rank, one.attn_cp_size, one.is_mla_model,
+            self.settings.tp_per_host or one.tp_size,
+        )  # fmt: skip
         self._model = one.model_name or "unnamed"
         self._in_place = bool((one.extra_config or {}).get("interface_v1", 0))
         self._epoch, self._weights = 0, _weights(self.settings)
@@ -223,7 +228,7 @@ class HiCacheAdapter:
                     pages.scatter(slot, memory[at])
             return found
 
-        return self._move(get, keys, self.settings.read_s)
+        return self._move(get, pages, keys, self.settings.read_s)
 
     def _set(self, pages: Pages | None, keys: list[str], indices: Any) -> list[bool]:
         if pages is None or not pages.fits(keys, indices):
@@ -234,7 +239,7 @@ class HiCacheAdapter:
         def put() -> list[bool]:
             return self._write(pages, keys, pages.parts(indices) if pages.in_place else pages.gather(indices))
 
-        return self._move(put, keys, self.settings.write_s)
+        return self._move(put, pages, keys, self.settings.write_s)
 
     def _read(self, pages: Pages, keys: list[str], into: list[Any]) -> list[bool]:
         space, limit = self._spaces(pages, own=True)[0], self.settings.read_s
@@ -269,7 +274,7 @@ class HiCacheAdapter:
         pages, targets = self._flat(), list(target_locations or [])
         if pages is None or len(targets) != len(keys):
             return [None] * len(keys)
-        found = self._move(lambda: self._read(pages, keys, targets), keys, self.settings.read_s)
+        found = self._move(lambda: self._read(pages, keys, targets), pages, keys, self.settings.read_s)
         return [target if ok else None for target, ok in zip(targets, found, strict=True)]
 
     def set(self, key: str, value: Any = None, target_location: Any = None, target_sizes: Any = None) -> bool:
@@ -282,7 +287,7 @@ class HiCacheAdapter:
         if pages is None or len(given) != len(keys) or any(value is None for value in given):
             return False
         put = lambda: self._write(pages, keys, [flat_bytes(value) for value in given])  # noqa: E731
-        return all(self._move(put, keys, self.settings.write_s))
+        return all(self._move(put, pages, keys, self.settings.write_s))
 
     def _flat(self) -> Pages | None:
         main = self._pages.get(KV)
@@ -335,8 +340,11 @@ class HiCacheAdapter:
     def _ask(self, verb: Any, otherwise: Any) -> Any:
         return self._link.ask(verb, otherwise, self.settings.lookup_s)
 
-    def _move(self, verb: Any, keys: list[str], within_s: float) -> list[bool]:
-        return self._link.move(verb, [False] * len(keys), within_s) if keys else []
+    def _move(self, verb: Any, pages: Pages, keys: list[str], within_s: float) -> list[bool]:
+        nothing, what = [False] * len(keys), (self._weights, pages.name, pages.in_place)
+        if not keys or not self._link.first(what, lambda: self._spaces(pages, own=True), self.settings.lookup_s):
+            return nothing
+        return self._link.move(verb, nothing, within_s)
 
 
 def _pool_of(transfer: Any) -> str:

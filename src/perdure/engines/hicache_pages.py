@@ -44,16 +44,19 @@ class Shard:
     cp_rank: int
     cp_size: int
     mla: bool
+    tp_per_host: int
 
     def alike(self, pool: str) -> bool:
         """Whether all tensor-parallel ranks hold the same bytes in this pool."""
         return self.mla and pool.startswith(_ALIKE_IN_MLA)
 
     def ranks(self, pool: str) -> list[int]:
-        """Tensor-parallel ranks without whose pages a page cannot be used; this one first."""
+        """Tensor-parallel ranks of this service without whose part a page cannot be used; this one first."""
         if self.alike(pool):
             return [self.tp_rank]
-        return [self.tp_rank, *(rank for rank in range(self.tp_size) if rank != self.tp_rank)]
+        first = self.tp_rank // self.tp_per_host * self.tp_per_host
+        beside = range(first, min(first + self.tp_per_host, self.tp_size))
+        return [self.tp_rank, *(rank for rank in beside if rank != self.tp_rank)]
 
     def group(self, pool: str, rank: int) -> str:
         """Name of one rank's part. The size is in it: heads are cut and doubled in ways a pool does not tell."""

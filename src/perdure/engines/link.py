@@ -12,7 +12,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from concurrent.futures import ThreadPoolExecutor
 from concurrent.futures import TimeoutError as NotInTime
 from typing import Any, TypeVar
@@ -41,6 +41,7 @@ class Link:
         self._spaces: dict[tuple[str, KeyspaceIdentity], Any] = {}
         self._making = threading.Lock()
         self._off_until = 0.0
+        self._first: set[Hashable] = set()
         self._threads = ThreadPoolExecutor(_THREADS, thread_name_prefix="perdure-ask")
         self.failures = 0
 
@@ -85,6 +86,12 @@ class Link:
         except Exception as error:  # noqa: BLE001 - whatever fails here must not fail the engine
             self.trip(f"{type(error).__name__}: {error}")
         return otherwise
+
+    def first(self, what: Hashable, verb: Callable[[], Any], within_s: float) -> bool:
+        """Have `verb` done once for `what`, as `ask`: what a transfer needs that keeps no deadline. Whether it is."""
+        if what not in self._first and self.ask(lambda: (verb(), True)[1], False, within_s):
+            self._first.add(what)
+        return what in self._first
 
     def move(self, verb: Callable[[], T], otherwise: T, within_s: float) -> T:
         """As `ask`, in the calling thread: for a verb that keeps the deadline by itself."""

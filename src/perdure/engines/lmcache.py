@@ -199,6 +199,8 @@ class PerdureConnector:
         for (model, size), places in self._by_size(keys, blocks).items():
             into = [blocks[at] for at in places]
             names = [keys[at].encode() for at in places]
+            if not self._open(model, size):
+                continue
             report = self._link.move(
                 lambda m=model, s=size, n=names, i=into: self._read(m, s, n, i), None, self._read_s  # type: ignore[misc]
             )  # fmt: skip
@@ -223,6 +225,8 @@ class PerdureConnector:
         for (model, size), places in self._by_size(keys, blocks).items():
             source = [blocks[at] for at in places]
             names = [keys[at].encode() for at in places]
+            if not self._open(model, size):
+                continue
             report = self._link.move(
                 lambda m=model, s=size, n=names, b=source: self._write(m, s, n, b), None, self._write_s  # type: ignore[misc]
             )  # fmt: skip
@@ -251,6 +255,12 @@ class PerdureConnector:
     def _space(self, model: str, size: int) -> Any:
         layout = KVLayout(self._base.block_tokens, size, self._base.dtype, self._order)
         return self._link.space(self._tenant, check_identity(model, self._digest(model), layout), self._codec)
+
+    def _open(self, model: str, size: int) -> bool:
+        """Whether the keyspaces that a transfer needs are open."""
+        return self._link.first(
+            (model, size), lambda: (self._space(model, size), self._slots(model)), self._lookup_s
+        )  # fmt: skip
 
     def _digest(self, model: str) -> str:
         return self._weights.get(model, "") if isinstance(self._weights, dict) else self._weights

@@ -206,6 +206,16 @@ class HiCacheConformance:
         with self.rank(service) as alone:
             assert alone.storage.batch_exists(keys) == 0, "another tensor-parallel size has other parts"
 
+    def test_ranks_of_another_host_are_left_to_sglang(self, service: ServiceProcess) -> None:
+        keys, halves = keys_of(1, 2), {"tp_per_host": 2}
+        with (
+            self.rank(service, tp_size=4, perdure=halves) as first,
+            self.rank(service, tp_size=4, tp_rank=1, perdure=halves) as second,
+            self.rank(service, tp_size=4, tp_rank=2, perdure=halves) as third,
+        ):
+            assert [first.put(keys), second.put(keys), third.put(keys)] == [[True] * 2] * 3
+            assert [one.storage.batch_exists(keys) for one in (first, second, third)] == [2, 2, 0]
+
     def test_latents_are_stored_once_for_all_ranks(self, service: ServiceProcess) -> None:
         keys = keys_of(1, 4)
         with (
@@ -327,6 +337,7 @@ class HiCacheConformance:
             ({"weights": ""}, {}, InvalidArgument, "sha256sum"),
             ({"weights_file": "/nowhere"}, {}, InvalidArgument, "give one of them"),
             ({"require_salt": True}, {}, InvalidArgument, "set salt"),
+            ({"tp_per_host": -1}, {}, InvalidArgument, "tp_per_host"),
             ({"read_s": -1}, {}, InvalidArgument, "read_s"),
             ({"tenent": "a"}, {}, UnknownOption, "did you mean 'tenant'"),
             ({}, {"should_split_heads": True}, InvalidArgument, "tp_lcm_size"),
