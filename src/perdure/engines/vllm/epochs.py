@@ -32,7 +32,7 @@ class Epochs:
 
     @property
     def digest(self) -> str:
-        """"" while it is not known."""
+        """Empty while it is not known."""
         return "" if self.known is None else self.known.digest
 
     def told(self, rank: tuple[int, int], epoch: int, shard: Shard) -> bool:

@@ -364,8 +364,9 @@ class Scheduler:
                 self._plan.finished.append(self._transfer(request, parts))
         if state.load is None:
             self._let_go(state)
-        if state.hints.any and self._working and state.epoch == self._epochs.number:
-            self._promoter.later(partial(self._carry_out, state, self._epochs.known))
+        weights = self._epochs.known
+        if state.hints.any and weights is not None and self._working and state.epoch == self._epochs.number:
+            self._promoter.later(partial(self._carry_out, state, weights))
 
     def _carry_out(self, state: RequestState, weights: Weights) -> None:
         hashes = self._names(state)[:]
