@@ -430,3 +430,25 @@ def test_as_a_child_of_multiconnector(engine: Callable[..., Any]) -> None:
         assert both.external[name] == 288
     assert both.ask("c", prompt_of(300, 3), tokens=30) == answer(prompt_of(300, 3), 30)
     assert not both.scheduler.requests
+
+
+@pytest.mark.parametrize("window", [None, 64])
+def test_two_ranks_have_what_both_have(engine: Callable[..., Any], service: Service, window: int | None) -> None:
+    """FAULTS 36: each rank stores its own; a load that fails on one of them fails for both."""
+    from support.engine_sim import answer
+
+    prompt = prompt_of(300)
+    first = engine(ranks=2, window_tokens=window)
+    assert first.ask("a", prompt, tokens=30) == answer(prompt, 30)
+    first.settle()
+    second = engine(ranks=2, window_tokens=window)
+    assert second.ask("a", prompt, tokens=30) == answer(prompt, 30)
+    assert second.external["a"] == 288
+    assert second.counters["failed_loads"] == 0
+    alone = engine(window_tokens=window)
+    assert alone.ask("a", prompt) == answer(prompt, 4)
+    assert alone.external["a"] == 0
+    third = engine(ranks=2, window_tokens=window)
+    third.before_loads = service.stop
+    assert third.ask("a", prompt, tokens=30) == answer(prompt, 30)
+    assert third.counters["failed_loads"] == 2
