@@ -81,7 +81,8 @@ def _config(folder: Path, url: str, extra: dict[str, Any], children: Sequence[di
 
 class SimEngine:
     """children: settings of several connectors in a MultiConnector. blocks: of the cache.
-    window_tokens: adds a KV-cache group with a sliding window. ranks: of tensor parallelism."""
+    window_tokens: adds a KV-cache group with a sliding window. ranks: of tensor parallelism. scale: by which its
+    KV is wrong."""
 
     def __init__(
         self,
@@ -93,8 +94,10 @@ class SimEngine:
         extra: dict[str, Any] | None = None,
         children: Sequence[dict[str, Any]] = (),
         ranks: int = 1,
+        scale: float = 1.0,
         **arguments: Any,
     ):
+        self.scale = scale
         self.config = _config(folder, url, extra or {}, children, tensor_parallel_size=ranks, **arguments)
         self.config.cache_config.num_gpu_blocks = blocks
         full = FullAttentionSpec(
@@ -137,6 +140,7 @@ class SimEngine:
         self.external: dict[str, int] = {}
         self.steps = 0
         self.requests: list[Request] = []
+        self.checked = True
         self.before_loads: Callable[[], object] | None = None
         self.counters: Counter[str] = Counter()
 
@@ -276,7 +280,7 @@ class SimEngine:
         request = self.scheduler.requests[name]
         end = request.num_computed_tokens
         first = end - count
-        values = kv_values(request.all_token_ids[:end])
+        values = kv_values(request.all_token_ids[:end]) * self.scale
         for group, window in enumerate(self.windows):
             table = self._tables[name][group]
             low = 0 if window is None else max(0, first - window + 1)
@@ -287,7 +291,7 @@ class SimEngine:
                 positions = torch.arange(low, first)
                 there = cache[blocks[positions // BLOCK_TOKENS], 0, positions % BLOCK_TOKENS, 0]
                 wanted = values[low:first] + 1000.0 * (group * LAYERS + layer)
-                assert torch.equal(there, wanted), (
+                assert not self.checked or torch.equal(there, wanted), (
                     f"{name}, group {group}, layer {layer}: position "
                     f"{low + int((there != wanted).nonzero()[0])} of {first} is not its own"
                 )
