@@ -54,7 +54,7 @@ class _Load:
 
 
 class Scheduler:
-    """hash_tokens: tokens per hash of a request's `block_hashes`."""
+    """hash_tokens: tokens per hash of a request's `block_hashes`. stores: whether anything is saved."""
 
     def __init__(self, settings: Settings, vllm_config: Any, kv_cache_config: Any, *, hash_tokens: int):
         self._settings = settings
@@ -74,6 +74,7 @@ class Scheduler:
         algorithm = get_hash_fn_by_name(vllm_config.cache_config.prefix_caching_hash_algo)
         self._hasher = get_request_block_hasher(hash_tokens, algorithm)
         self._epochs = Epochs(int(vllm_config.parallel_config.world_size))
+        self.stores = True
         self.tripped = ""
         self._requests: dict[str, RequestState] = {}
         self._loading: dict[int, _Load] = {}
@@ -174,6 +175,8 @@ class Scheduler:
         state = self._state(request)
         if state.load is not None:  # under this id an earlier load is still going on
             return None, False
+        if state.epoch != self._epochs.number:
+            state.saved, state.due = [0] * len(self.shapes), 0
         if request.num_preemptions != state.preemptions or state.epoch != self._epochs.number:
             state.preemptions, state.epoch, state.offered = request.num_preemptions, self._epochs.number, 0.0
             self._let_go(state)
@@ -329,7 +332,8 @@ class Scheduler:
     def _may_save(self, state: RequestState) -> bool:
         request = state.request
         return (
-            state.epoch == self._epochs.number
+            self.stores
+            and state.epoch == self._epochs.number
             and request.num_preemptions == state.preemptions
             and self._adapters.known(request.lora_request) is not None
         )
