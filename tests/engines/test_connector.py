@@ -296,7 +296,7 @@ def test_shadow_counts_and_loads_nothing(engine: Callable[..., Any]) -> None:
     assert second.counters["hits"] == 0
 
 
-def test_a_canary_finds_wrong_blocks(engine: Callable[..., Any]) -> None:
+def test_a_canary_that_agrees_changes_nothing(engine: Callable[..., Any]) -> None:
     prompt = prompt_of(200)
     first = engine()
     first.ask("a", prompt)
@@ -324,7 +324,7 @@ def test_an_operator_turns_it_off_and_on(engine: Callable[..., Any], service: Se
     control.tell(path, weights=True)
     one.connector._scheduler._watch.look()
     one.ask("d", prompt)
-    assert one.connector._scheduler._epoch == 1
+    assert one.connector._scheduler._epochs.number == 1
     assert one.external["d"] == 192
 
 
@@ -430,3 +430,49 @@ def test_as_a_child_of_multiconnector(engine: Callable[..., Any]) -> None:
         assert both.external[name] == 288
     assert both.ask("c", prompt_of(300, 3), tokens=30) == answer(prompt_of(300, 3), 30)
     assert not both.scheduler.requests
+
+
+@pytest.mark.parametrize("window", [None, 64])
+def test_two_ranks_have_what_both_have(engine: Callable[..., Any], service: Service, window: int | None) -> None:
+    """FAULTS 36: each rank stores its own; a load that fails on one of them fails for both."""
+    from support.engine_sim import answer
+
+    prompt = prompt_of(300)
+    first = engine(ranks=2, window_tokens=window)
+    assert first.ask("a", prompt, tokens=30) == answer(prompt, 30)
+    first.settle()
+    second = engine(ranks=2, window_tokens=window)
+    assert second.ask("a", prompt, tokens=30) == answer(prompt, 30)
+    assert second.external["a"] == 288
+    assert second.counters["failed_loads"] == 0
+    alone = engine(window_tokens=window)
+    assert alone.ask("a", prompt) == answer(prompt, 4)
+    assert alone.external["a"] == 0
+    third = engine(ranks=2, window_tokens=window)
+    third.before_loads = service.stop
+    assert third.ask("a", prompt, tokens=30) == answer(prompt, 30)
+    assert third.counters["failed_loads"] == 2
+
+
+def test_a_canary_that_differs_turns_the_connector_off_until_told(engine: Callable[..., Any], service: Service) -> None:
+    from perdure.engines import control
+
+    prompt = prompt_of(200)
+    wrong = engine(scale=3.0)
+    wrong.ask("a", prompt)
+    wrong.settle()
+    one = engine(extra={"canary_percent": 100}, enable_prefix_caching=False)
+    one.checked = False
+    one.ask("a", prompt, tokens=20)
+    give_up = time.monotonic() + 30
+    while not one.connector._scheduler.tripped:
+        one.ask(f"more{one.steps}", prompt_of(20, one.steps))
+        assert time.monotonic() < give_up
+    assert one.counters["canaries_tripped"] == 1
+    assert "differs" in one.connector._scheduler.tripped
+    one.ask("b", prompt)
+    assert one.external["b"] == 0
+    control.tell(control.file_of(service.url), off=False)
+    one.connector._scheduler._watch.look()
+    one.ask("c", prompt)
+    assert one.external["c"] > 0

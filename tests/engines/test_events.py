@@ -32,7 +32,7 @@ from perdure.errors import InvalidArgument
 
 needs_zmq = pytest.mark.skipif(find_spec("zmq") is None, reason="pyzmq is not installed: pip install perdure[events]")
 needs_dynamo = pytest.mark.skipif(
-    find_spec("dynamo") is None, reason="Dynamo is not installed: pip install --no-deps ai-dynamo-runtime"
+    find_spec("dynamo") is None, reason="Dynamo is not installed: make test-engines has it"
 )
 BLOCK_TOKENS = 4
 WAIT_MS = 30_000

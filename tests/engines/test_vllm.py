@@ -55,7 +55,9 @@ def test_smollm_cold_equals_local_hit_equals_restored(
     assert cold.cached_tokens == 0
     assert local.cached_tokens == 1408
     assert same(cold, local)
-    with offline(arguments, transfer=transfer(service, lookup_wait_ms_max=10_000)) as second:
+    with offline(
+        arguments, transfer=transfer(service, lookup_wait_ms_max=20_000, promote_wait_ms_max=20_000)
+    ) as second:
         [restored] = second.generate([tokens], max_tokens=TOKENS)
     assert restored.cached_tokens == 1408
     assert same(cold, restored)
@@ -72,7 +74,9 @@ def test_tiny_models_restore_exactly(
         [cold] = first.generate([tokens], max_tokens=TOKENS)
         wait_stored(service, 21)
         time.sleep(1)
-    with offline(llm(kind, models, **more), transfer=transfer(service, lookup_wait_ms_max=10_000)) as second:
+    with offline(
+        llm(kind, models, **more), transfer=transfer(service, lookup_wait_ms_max=20_000, promote_wait_ms_max=20_000)
+    ) as second:
         [other] = second.generate([tokens[:100] + prompt(500, 6)], max_tokens=TOKENS)
         [restored] = second.generate([tokens], max_tokens=TOKENS)
     assert other.cached_tokens == 96
@@ -91,7 +95,7 @@ def test_two_tensor_ranks_restore_exactly(
         [cold] = first.generate([tokens], max_tokens=TOKENS)
         wait_stored(service, 2 * 21)
         time.sleep(1)
-    patient = transfer(service, lookup_wait_ms_max=10_000)
+    patient = transfer(service, lookup_wait_ms_max=20_000, promote_wait_ms_max=20_000)
     with offline(llm("llama", models, **more), transfer=patient, environment=bound) as second:
         [restored] = second.generate([tokens], max_tokens=TOKENS)
     assert restored.cached_tokens == 672

@@ -9,6 +9,7 @@ Contract
 
 from __future__ import annotations
 
+import copy
 import json
 import time
 import zlib
@@ -21,6 +22,7 @@ from typing import Any
 import torch
 from vllm import SamplingParams
 from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
+from vllm.distributed.kv_transfer.kv_connector.utils import KVOutputAggregator
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
 from vllm.engine.arg_utils import EngineArgs
 from vllm.utils.hashing import get_hash_fn_by_name
@@ -79,7 +81,8 @@ def _config(folder: Path, url: str, extra: dict[str, Any], children: Sequence[di
 
 class SimEngine:
     """children: settings of several connectors in a MultiConnector. blocks: of the cache.
-    window_tokens: adds a KV-cache group with a sliding window."""
+    window_tokens: adds a KV-cache group with a sliding window. ranks: of tensor parallelism. scale: by which its
+    KV is wrong."""
 
     def __init__(
         self,
@@ -90,9 +93,12 @@ class SimEngine:
         window_tokens: int | None = None,
         extra: dict[str, Any] | None = None,
         children: Sequence[dict[str, Any]] = (),
+        ranks: int = 1,
+        scale: float = 1.0,
         **arguments: Any,
     ):
-        self.config = _config(folder, url, extra or {}, children, **arguments)
+        self.scale = scale
+        self.config = _config(folder, url, extra or {}, children, tensor_parallel_size=ranks, **arguments)
         self.config.cache_config.num_gpu_blocks = blocks
         full = FullAttentionSpec(
             block_size=BLOCK_TOKENS, num_kv_heads=HEADS, head_size=HEAD_DIM, dtype=torch.float32
@@ -109,12 +115,12 @@ class SimEngine:
         self.cache_config = KVCacheConfig(
             num_blocks=blocks, kv_cache_tensors=[], kv_cache_groups=groups, kv_cache_layout="LBHNC"
         )
-        self.cache = [torch.zeros(blocks, HEADS, BLOCK_TOKENS, 2 * HEAD_DIM) for _ in range(LAYERS)]
+        self.caches = [
+            [torch.zeros(blocks, HEADS, BLOCK_TOKENS, 2 * HEAD_DIM) for _ in range(LAYERS)] for _ in range(ranks)
+        ]
         self.model = _Model([name for group in groups for name in group.layer_names])
-        self.worker = KVConnectorFactory.create_connector(self.config, KVConnectorRole.WORKER, self.cache_config)
-        caches = {f"layers.{at + LAYERS * group}.attn": self.cache[at]
-                  for group in range(len(groups)) for at in range(LAYERS)}  # fmt: skip
-        self.worker.register_kv_caches(caches)
+        self.workers = [self._worker(rank, len(groups)) for rank in range(ranks)]
+        self._aggregator = KVOutputAggregator(ranks)
         size, hash_size = resolve_kv_cache_block_sizes(self.cache_config, self.config)
         structured = SimpleNamespace(accept_tokens=lambda *_: True, should_advance=lambda *_: False)
         self.scheduler = Scheduler(
@@ -125,7 +131,8 @@ class SimEngine:
         hash_function = get_hash_fn_by_name("sha256_cbor")
         init_none_hash(hash_function)
         self._hasher = get_request_block_hasher(hash_size, hash_function)
-        self.connector.set_xfer_handshake_metadata_pp_aware({(0, 0): self.worker.get_handshake_metadata()})
+        told = {(0, rank): worker.get_handshake_metadata() for rank, worker in enumerate(self.workers)}
+        self.connector.set_xfer_handshake_metadata_pp_aware(told)
         self._tables: dict[str, list[list[int]]] = {}
         self.outputs: dict[str, list[int]] = {}
         self.finished: dict[str, str] = {}
@@ -133,8 +140,20 @@ class SimEngine:
         self.external: dict[str, int] = {}
         self.steps = 0
         self.requests: list[Request] = []
+        self.checked = True
         self.before_loads: Callable[[], object] | None = None
         self.counters: Counter[str] = Counter()
+
+    def _worker(self, rank: int, groups: int) -> Any:
+        config = copy.copy(self.config)
+        config.parallel_config = copy.copy(config.parallel_config)
+        config.parallel_config.rank = rank
+        worker = KVConnectorFactory.create_connector(config, KVConnectorRole.WORKER, self.cache_config)
+        worker.register_kv_caches(
+            {f"layers.{at + LAYERS * group}.attn": self.caches[rank][at]
+             for group in range(groups) for at in range(LAYERS)}
+        )  # fmt: skip
+        return worker
 
     # --- requests
     def add(
@@ -181,7 +200,8 @@ class SimEngine:
     def settle(self, seconds: float = RUN_S) -> None:
         """Until everything that is to be saved has been."""
         until = time.monotonic() + seconds
-        savers = [one._worker._saver for one in getattr(self.worker, "sub_connectors", [self.worker])]
+        halves = [half for one in self.workers for half in getattr(one, "sub_connectors", [one])]
+        savers = [half._worker._saver for half in halves]
         while any(saver._waiting or saver._copying or saver._writing for saver in savers):
             assert time.monotonic() < until, "saves do not come to an end"
             time.sleep(0.01)
@@ -192,31 +212,26 @@ class SimEngine:
         self.steps += 1
         plan = self.scheduler.schedule()
         meta = plan.kv_connector_metadata
-        self.worker.handle_preemptions(meta)
-        self.worker.bind_connector_metadata(meta)
+        for worker in self.workers:
+            worker.handle_preemptions(meta)
+            worker.bind_connector_metadata(meta)
         self._update_tables(plan)
         for name, count in plan.num_scheduled_tokens.items():
             self._compute(name, count)
         if self.before_loads is not None and meta.loads:
             self.before_loads()
-        self.worker.start_load_kv(None)
-        self.worker.wait_for_save()
-        told = KVConnectorOutput()
-        results = self.worker.get_transfer_results(plan.finished_req_ids)
-        told.finished_recving, told.failed_recving = results.finished_recving, results.failed_recving
-        told.invalid_block_ids = self.worker.get_block_ids_with_load_errors()
-        told.kv_connector_stats = self.worker.get_kv_connector_stats()
-        for stats in (told.kv_connector_stats, self.connector.get_kv_connector_stats()):
-            if stats is not None and not children_of(stats):
-                self.counters.update({name: amount for name, amount in stats.data.items() if name in COUNTERS})
-        told.kv_connector_worker_meta = self.worker.build_connector_worker_meta()
-        self.worker.clear_connector_metadata()
         names = list(plan.num_scheduled_tokens)
-        output = ModelRunnerOutput(
-            req_ids=names, req_id_to_index={name: at for at, name in enumerate(names)},
-            sampled_token_ids=[self._sampled(name, plan.num_scheduled_tokens[name]) for name in names],
-            kv_connector_output=told,
+        output = self._aggregator.aggregate(
+            [
+                ModelRunnerOutput(
+                    req_ids=names, req_id_to_index={name: at for at, name in enumerate(names)},
+                    sampled_token_ids=[self._sampled(name, plan.num_scheduled_tokens[name]) for name in names],
+                    kv_connector_output=self._told(worker, plan),
+                )
+                for worker in self.workers
+            ]
         )  # fmt: skip
+        self._count(self.connector.get_kv_connector_stats())
         for engine in self.scheduler.update_from_output(plan, output).values():
             for one in engine.outputs:
                 self.outputs[one.request_id] += one.new_token_ids
@@ -227,6 +242,22 @@ class SimEngine:
         if not names:
             time.sleep(0.001)
         return plan
+
+    def _told(self, worker: Any, plan: Any) -> KVConnectorOutput:
+        worker.start_load_kv(None)
+        worker.wait_for_save()
+        told = KVConnectorOutput()
+        results = worker.get_transfer_results(plan.finished_req_ids)
+        told.finished_recving, told.failed_recving = results.finished_recving, results.failed_recving
+        told.invalid_block_ids = worker.get_block_ids_with_load_errors()
+        self._count(worker.get_kv_connector_stats())
+        told.kv_connector_worker_meta = worker.build_connector_worker_meta()
+        worker.clear_connector_metadata()
+        return told
+
+    def _count(self, stats: Any) -> None:
+        if stats is not None and not children_of(stats):
+            self.counters.update({name: amount for name, amount in stats.data.items() if name in COUNTERS})
 
     def _update_tables(self, plan: Any) -> None:
         for new in plan.scheduled_new_reqs:
@@ -249,16 +280,18 @@ class SimEngine:
         request = self.scheduler.requests[name]
         end = request.num_computed_tokens
         first = end - count
-        values = kv_values(request.all_token_ids[:end])
+        values = kv_values(request.all_token_ids[:end]) * self.scale
         for group, window in enumerate(self.windows):
             table = self._tables[name][group]
             low = 0 if window is None else max(0, first - window + 1)
-            for layer, cache in enumerate(self.cache):
+            for number, cache in enumerate(cache for caches in self.caches for cache in caches):
+                rank, layer = divmod(number, LAYERS)
+                layer += 10 * rank  # each holds something else
                 blocks = torch.tensor(table)
                 positions = torch.arange(low, first)
                 there = cache[blocks[positions // BLOCK_TOKENS], 0, positions % BLOCK_TOKENS, 0]
                 wanted = values[low:first] + 1000.0 * (group * LAYERS + layer)
-                assert torch.equal(there, wanted), (
+                assert not self.checked or torch.equal(there, wanted), (
                     f"{name}, group {group}, layer {layer}: position "
                     f"{low + int((there != wanted).nonzero()[0])} of {first} is not its own"
                 )
@@ -277,7 +310,8 @@ class SimEngine:
 
     def close(self) -> None:
         self.connector.shutdown()
-        self.worker.shutdown()
+        for worker in self.workers:
+            worker.shutdown()
         del self.model
 
     def __enter__(self) -> SimEngine:

@@ -87,6 +87,7 @@ class PerdureConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
 
             _, hash_tokens = resolve_kv_cache_block_sizes(kv_cache_config, vllm_config)
             self._scheduler = Scheduler(settings, vllm_config, kv_cache_config, hash_tokens=hash_tokens)
+            self._scheduler.stores = bool(transfer.is_kv_producer)
             self._teller = teller_of(settings, vllm_config, self._scheduler.shapes, self._scheduler.hashes_of)
             if self._teller is not None:
                 self._scheduler.epoch_ended = self._teller.new_epoch

@@ -29,6 +29,7 @@ from perdure import limits
 from perdure.engines.control import Watch, watched
 from perdure.engines.vllm import identity
 from perdure.engines.vllm.adapters import Adapters, Names
+from perdure.engines.vllm.epochs import Epochs, Weights
 from perdure.engines.vllm.generated import Generated
 from perdure.engines.vllm.hints import carry_out, hints_of
 from perdure.engines.vllm.link import Link
@@ -42,7 +43,6 @@ from perdure.engines.vllm.transfers import Outcome, Part, Plan, Shard, Transfer
 _LOG = logging.getLogger("perdure.vllm")
 STILL_S_MAX = 1.0  # so long nothing is computed and nothing loaded while tokens are offered: there is no room for them
 SAVES_PER_STEP_MAX = 6  # about 0.1 ms; when a window slides on nothing can be put off
-DIGEST_S_MAX = 60.0  # after an epoch's start; requests wait for the digest as for an answer of the service
 
 
 @dataclass(slots=True)
@@ -54,7 +54,7 @@ class _Load:
 
 
 class Scheduler:
-    """hash_tokens: tokens per hash of a request's `block_hashes`."""
+    """hash_tokens: tokens per hash of a request's `block_hashes`. stores: whether anything is saved."""
 
     def __init__(self, settings: Settings, vllm_config: Any, kv_cache_config: Any, *, hash_tokens: int):
         self._settings = settings
@@ -73,11 +73,8 @@ class Scheduler:
         self._adapters = Adapters()
         algorithm = get_hash_fn_by_name(vllm_config.cache_config.prefix_caching_hash_algo)
         self._hasher = get_request_block_hasher(hash_tokens, algorithm)
-        self._ranks = int(vllm_config.parallel_config.world_size)
-        self._epoch = 0
-        self._shards: dict[tuple[int, int], Shard] = {}
-        self._weights = ""
-        self._weights_by = time.monotonic() + DIGEST_S_MAX  # until when it is worth waiting for their digest
+        self._epochs = Epochs(int(vllm_config.parallel_config.world_size))
+        self.stores = True
         self.tripped = ""
         self._requests: dict[str, RequestState] = {}
         self._loading: dict[int, _Load] = {}
@@ -97,7 +94,7 @@ class Scheduler:
 
     @property
     def _working(self) -> bool:
-        return bool(self._weights) and self._link.up and not self.tripped and not self._switch.off
+        return self._epochs.known is not None and self._link.up and not self.tripped and not self._switch.off
 
     def _obey(self) -> None:
         """What an operator has told meanwhile."""
@@ -124,7 +121,7 @@ class Scheduler:
     def _state(self, request: Any) -> RequestState:
         state = self._requests.get(request.request_id)
         if state is None or state.request is not request:
-            state = RequestState(request, self._epoch, request.num_preemptions, [0] * len(self.shapes))
+            state = RequestState(request, self._epochs.number, request.num_preemptions, [0] * len(self.shapes))
             state.hints = hints_of(request)
             if request.lora_request is not None:
                 state.adapted = Names(request, self._hasher)
@@ -159,9 +156,9 @@ class Scheduler:
 
     def _start(self, state: RequestState, first: int) -> None:
         self._let_go(state)
-        request, weights, adapter = state.request, self._weights, state.request.lora_request
+        request, weights, adapter = state.request, self._epochs.known, state.request.lora_request
         limit = self._limit(request)
-        if not self._working:
+        if weights is None or not self._working:
             return
         self.tally.add(lookups=1)
         state.promotion = self._promoter.start(
@@ -170,25 +167,23 @@ class Scheduler:
             self._settings.mode == "on", self._settings.promote_wait_ms_max / 1000,
         )  # fmt: skip
 
-    def _spaces(self, weights: str, lora: str) -> Spaces:
-        spaces: Spaces = []
-        for group in range(len(self.shapes)):
-            layouts = dict.fromkeys(shard.layouts[group] for shard in self._shards.values())
-            spaces.append([self._link.space(weights, lora, layout) for layout in layouts])
-        return spaces
+    def _spaces(self, weights: Weights, lora: str) -> Spaces:
+        return [[self._link.space(weights.digest, lora, one) for one in alike] for alike in weights.layouts]
 
     def matched(self, request: Any, computed: int) -> tuple[int | None, bool]:
         """Tokens that can be loaded behind the `computed` ones, None for "ask again"."""
         state = self._state(request)
         if state.load is not None:  # under this id an earlier load is still going on
             return None, False
-        if request.num_preemptions != state.preemptions or state.epoch != self._epoch:
-            state.preemptions, state.epoch, state.offered = request.num_preemptions, self._epoch, 0.0
+        if state.epoch != self._epochs.number:
+            state.saved, state.due = [0] * len(self.shapes), 0
+        if request.num_preemptions != state.preemptions or state.epoch != self._epochs.number:
+            state.preemptions, state.epoch, state.offered = request.num_preemptions, self._epochs.number, 0.0
             self._let_go(state)
         now = time.monotonic()
         if state.refused or request.skip_reading_prefix_cache:
             return 0, False
-        if not self._weights and self._weights_by > now:
+        if self._epochs.hopeful(now):
             state.asked = state.asked or now
             if (now - state.asked) * 1000 < self._settings.lookup_wait_ms_max:
                 return None, False
@@ -289,7 +284,7 @@ class Scheduler:
         self._job += 1
         state = self._requests[request.request_id]
         state.refused = True
-        self._add_load(state, Transfer(self._job, request.request_id, self._epoch, "", parts), 0)
+        self._add_load(state, Transfer(self._job, request.request_id, self._epochs.number, "", parts), 0)
 
     def sources(self, request: Any, tokens: int) -> dict[CacheHitSource, int]:
         """Which tier the tokens of the last offer came from."""
@@ -301,13 +296,13 @@ class Scheduler:
     def _transfer(self, request: Any, parts: list[Part]) -> Transfer:
         self._job += 1
         lora = self._adapters.known(request.lora_request) or ""
-        return Transfer(self._job, request.request_id, self._epoch, lora, parts)
+        return Transfer(self._job, request.request_id, self._epochs.number, lora, parts)
 
     # --- each step
     def plan(self, output: Any) -> Plan:
         self._obey()
         plan, self._plan = self._plan, Plan()
-        plan.epoch, plan.weights = self._epoch, self._weights
+        plan.epoch, plan.weights = self._epochs.number, self._epochs.digest
         self._saves.note_overwritten(plan, output)
         self._pace.step(output.total_num_scheduled_tokens, bool(self._loading))
         if self._working and output.num_scheduled_tokens:
@@ -337,7 +332,8 @@ class Scheduler:
     def _may_save(self, state: RequestState) -> bool:
         request = state.request
         return (
-            state.epoch == self._epoch
+            self.stores
+            and state.epoch == self._epochs.number
             and request.num_preemptions == state.preemptions
             and self._adapters.known(request.lora_request) is not None
         )
@@ -356,7 +352,7 @@ class Scheduler:
     def bare_plan(self) -> Plan:
         """A plan that only has what vLLM waits for. What else its step overwrites is not known, so saves end."""
         plan, self._plan = self._plan, Plan()
-        return Plan(epoch=self._epoch, weights=self._weights, loads=plan.loads, cancel_saves=True)
+        return Plan(epoch=self._epochs.number, weights=self._epochs.digest, loads=plan.loads, cancel_saves=True)
 
     # --- what the workers say, and the end of a request
     def finished(self, request: Any, block_ids: Sequence[Sequence[int]]) -> None:
@@ -372,10 +368,11 @@ class Scheduler:
                 self._plan.finished.append(self._transfer(request, parts))
         if state.load is None:
             self._let_go(state)
-        if state.hints.any and self._working and state.epoch == self._epoch:
-            self._promoter.later(partial(self._carry_out, state, self._weights))
+        weights = self._epochs.known
+        if state.hints.any and weights is not None and self._working and state.epoch == self._epochs.number:
+            self._promoter.later(partial(self._carry_out, state, weights))
 
-    def _carry_out(self, state: RequestState, weights: str) -> None:
+    def _carry_out(self, state: RequestState, weights: Weights) -> None:
         hashes = self._names(state)[:]
         end = len(hashes) * self._hash_tokens
         carry_out(
@@ -403,11 +400,9 @@ class Scheduler:
 
     def _learn(self, outcome: Outcome) -> None:
         for rank, (epoch, shard) in outcome.shards.items():
-            if epoch == self._epoch:
-                self._shards[rank] = shard
-        self._know_weights()
+            self._told_weights(rank, epoch, shard)
         if outcome.problem:
-            self._weights_by = 0.0
+            self._epochs.failed()
             _LOG.error("perdure: a worker is off: %s", outcome.problem)
         if outcome.tripped and not self.tripped:
             self.tripped = outcome.tripped
@@ -415,27 +410,26 @@ class Scheduler:
 
     def handshake(self, shards: dict[tuple[int, int], Any]) -> None:
         """What the workers hold, when the engine starts."""
-        self._shards = {rank: shard for rank, shard in shards.items() if isinstance(shard, Shard)}
-        self._know_weights()
+        for rank, shard in shards.items():
+            if isinstance(shard, Shard):
+                self._told_weights(rank, 0, shard)
 
-    def _know_weights(self) -> None:
-        if len(self._shards) < self._ranks or self._weights:
-            return
-        weights = identity.combined_weights({rank: one.weights for rank, one in self._shards.items()})
-        self._weights = weights
-        self._promoter.later(lambda: warm_up(self._spaces(weights, "")))  # connecting takes longer than a request waits
+    def _told_weights(self, rank: tuple[int, int], epoch: int, shard: Shard) -> None:
+        weights = self._epochs.known if self._epochs.told(rank, epoch, shard) else None
+        if weights is not None:  # connecting takes longer than a request waits
+            self._promoter.later(lambda: warm_up(self._spaces(weights, "")))
 
     def stored_in(self, request: Any) -> tuple[int, Callable[[], Spaces]]:
         """Up to which token the request's blocks may be stored (0: none are), and where."""
-        weights, adapter, limit = self._weights, request.lora_request, self._limit(request) if self._working else 0
-        return limit, lambda: self._spaces(weights, self._adapters.find(adapter))
+        weights, adapter = self._epochs.known, request.lora_request
+        if weights is None or not self._working:
+            return 0, list
+        return self._limit(request), lambda: self._spaces(weights, self._adapters.find(adapter))
 
     def new_epoch(self) -> None:
         """The weights may be others from now on: nothing of before is offered, nothing of after stored as of before."""
-        self._epoch += 1
+        self._epochs.end()
         self.epoch_ended()
-        self._shards, self._weights = {}, ""
-        self._weights_by = time.monotonic() + DIGEST_S_MAX
         for state in self._requests.values():
             if state.load is None:
                 self._let_go(state)
