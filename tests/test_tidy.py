@@ -79,6 +79,7 @@ PUBLIC = (
     "perdure.__main__",
     "perdure.engines.",
     "perdure.testing.",
+    "perdure.benchmarks.engines_lmcache",
     "perdure.catalog.memory",
     "perdure.catalog.faulty",
     "perdure.io.faulty",

@@ -241,8 +241,9 @@ def bench_engines(directory: Path, quick: bool, as_json: bool, sections: tuple[s
             raise InvalidArgument(f"--section {name}: one of {', '.join(engines.SECTIONS)}")
     directory.mkdir(parents=True, exist_ok=True)
     report = engines.run(
-        directory, model_cache=default_model_cache(), quick=quick, json=as_json, sections=sections or engines.SECTIONS
-    )
+        directory, model_cache=default_model_cache(), quick=quick, json=as_json, sections=sections or engines.SECTIONS,
+        cache_dir=directory / "environments",
+    )  # fmt: skip
     _print_report(report, as_json)
 
 

@@ -383,3 +383,50 @@ def test_metrics_have_every_counter(engine: Callable[..., Any]) -> None:
     assert 'vllm:perdure_request_ttft_saved_seconds_sum{engine="0"} 2.0' in text
     assert one.counters["hits"] == 1
     assert one.counters["loaded_bytes"] == 12 * 2 * 2 * 16 * 32 * 4
+
+
+def test_adapters_are_told_apart_by_their_content(engine: Callable[..., Any], tmp_path: Path) -> None:
+    """FAULTS 34."""
+    from vllm.lora.request import LoRARequest
+
+    def adapter(name: str, number: int, folder: str, weights: bytes) -> LoRARequest:
+        path = tmp_path / folder
+        path.mkdir(exist_ok=True)
+        (path / "adapter_config.json").write_text("{}")
+        (path / "adapter_model.safetensors").write_bytes(weights)
+        return LoRARequest(lora_name=name, lora_int_id=number, lora_path=str(path))
+
+    prompt = prompt_of(200)
+    one = engine(enable_prefix_caching=False)
+    asked = (
+        ("base", None, 0),
+        ("first", adapter("helper", 1, "v1", b"one"), 0),
+        ("again", adapter("helper", 1, "v1", b"one"), 192),
+        ("other name and path", adapter("copy", 2, "v1-copy", b"one"), 192),
+        ("reloaded with others", adapter("helper", 3, "v2", b"two"), 0),
+        ("changed under its number", adapter("helper", 3, "v2", b"three"), 0),
+        ("base again", None, 192),
+    )
+    for name, lora, external in asked:
+        if name.startswith("changed"):
+            (tmp_path / "v2" / "adapter_model.safetensors").write_bytes(b"four!!")
+        one.ask(name, prompt, tokens=40, adapter=lora)
+        one.settle()
+        assert one.external[name] == external, name
+
+
+def test_as_a_child_of_multiconnector(engine: Callable[..., Any]) -> None:
+    """Two connectors of two tenants in one engine: each stores, the first that has a prefix loads it."""
+    from support.engine_sim import answer
+
+    prompt, other = prompt_of(300), prompt_of(300, 2)
+    for tenant, text in (("one", prompt), ("two", other)):
+        first = engine(extra={"tenant": tenant})
+        first.ask("a", text)
+        first.settle()
+    both = engine(children=[{"tenant": "one"}, {"tenant": "two"}])
+    for name, text in (("a", prompt), ("b", other)):
+        assert both.ask(name, text, tokens=30) == answer(text, 30)
+        assert both.external[name] == 288
+    assert both.ask("c", prompt_of(300, 3), tokens=30) == answer(prompt_of(300, 3), 30)
+    assert not both.scheduler.requests

@@ -57,6 +57,7 @@ def request(**more: Any) -> Any:
         "mm_features": [],
         "lora_request": None,
         "cache_salt": None,
+        "prompt_embeds": None,
     }
     return SimpleNamespace(**(values | more))
 
@@ -115,7 +116,8 @@ def test_an_error_is_no_end(teller: Any, listener: Listener) -> None:
 
 
 def test_what_tokens_do_not_name_is_not_told(teller: Any) -> None:
-    teller.ended(request(mm_features=["image"]), len(TOKENS), lambda: [[Space(*HASHES)]])
+    for named in ({"mm_features": ["image"]}, {"lora_request": "adapter"}, {"prompt_embeds": "tensor"}):
+        teller.ended(request(**named), len(TOKENS), lambda: [[Space(*HASHES)]])
     teller.ended(request(), 0, lambda: [[Space(*HASHES)]])
     assert not teller._waiting
 

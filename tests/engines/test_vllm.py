@@ -84,16 +84,18 @@ def test_two_tensor_ranks_restore_exactly(
     offline: Callable[..., OfflineEngine], service: ServiceProcess, models: Path
 ) -> None:
     """Each rank has a keyspace of its own; a prefix ends where one of them has no block."""
+    bound = {"VLLM_CPU_OMP_THREADS_BIND": "0|1"}  # one NUMA node: vLLM does not choose by itself
     tokens = prompt(700, 5)
     more = {"block_size": 32, "tensor_parallel_size": 2}
-    with offline(llm("llama", models, **more), transfer=transfer(service)) as first:
+    with offline(llm("llama", models, **more), transfer=transfer(service), environment=bound) as first:
         [cold] = first.generate([tokens], max_tokens=TOKENS)
         wait_stored(service, 2 * 21)
         time.sleep(1)
-    with offline(llm("llama", models, **more), transfer=transfer(service, lookup_wait_ms_max=10_000)) as second:
+    patient = transfer(service, lookup_wait_ms_max=10_000)
+    with offline(llm("llama", models, **more), transfer=patient, environment=bound) as second:
         [restored] = second.generate([tokens], max_tokens=TOKENS)
     assert restored.cached_tokens == 672
     assert same(cold, restored)
-    with offline(llm("llama", models, block_size=32), transfer=transfer(service, lookup_wait_ms_max=10_000)) as third:
+    with offline(llm("llama", models, block_size=32), transfer=patient) as third:
         [other] = third.generate([tokens], max_tokens=TOKENS)
     assert other.cached_tokens == 0

@@ -20,6 +20,7 @@ from typing import Any
 
 import torch
 from vllm import SamplingParams
+from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
 from vllm.engine.arg_utils import EngineArgs
 from vllm.utils.hashing import get_hash_fn_by_name
@@ -43,7 +44,7 @@ RUN_S = 60.0
 _PATIENT = {"lookup_wait_ms_max": 20_000, "promote_wait_ms_max": 20_000}  # no test is to depend on the machine's speed
 
 
-def _config(folder: Path, url: str, extra: dict[str, Any], **arguments: Any) -> Any:
+def _config(folder: Path, url: str, extra: dict[str, Any], children: Sequence[dict[str, Any]], **arguments: Any) -> Any:
     """A VllmConfig of a model that has a configuration and no weights."""
     model = folder / "sim-model"
     if not model.exists():
@@ -59,6 +60,13 @@ def _config(folder: Path, url: str, extra: dict[str, Any], **arguments: Any) -> 
         "kv_load_failure_policy": "recompute",
         "kv_connector_extra_config": {"url": url, **_PATIENT, "weights": "sha256:sim"} | extra,
     }  # fmt: skip
+    if children:
+        own = transfer["kv_connector_extra_config"]
+        connectors = [transfer | {"kv_connector_extra_config": own | child} for child in children]
+        transfer = {
+            "kv_connector": "MultiConnector", "kv_role": "kv_both", "kv_load_failure_policy": "recompute",
+            "kv_connector_extra_config": {"connectors": connectors},
+        }  # fmt: skip
     chosen = {
         "model": str(model), "skip_tokenizer_init": True, "dtype": "float32", "enforce_eager": True,
         "max_model_len": 2048, "max_num_batched_tokens": 256, "max_num_seqs": 16, "block_size": BLOCK_TOKENS,
@@ -70,7 +78,8 @@ def _config(folder: Path, url: str, extra: dict[str, Any], **arguments: Any) -> 
 
 
 class SimEngine:
-    """window_tokens: adds a KV-cache group with a sliding window. blocks: of the cache."""
+    """children: settings of several connectors in a MultiConnector. blocks: of the cache.
+    window_tokens: adds a KV-cache group with a sliding window."""
 
     def __init__(
         self,
@@ -80,9 +89,10 @@ class SimEngine:
         blocks: int = 128,
         window_tokens: int | None = None,
         extra: dict[str, Any] | None = None,
+        children: Sequence[dict[str, Any]] = (),
         **arguments: Any,
     ):
-        self.config = _config(folder, url, extra or {}, **arguments)
+        self.config = _config(folder, url, extra or {}, children, **arguments)
         self.config.cache_config.num_gpu_blocks = blocks
         full = FullAttentionSpec(
             block_size=BLOCK_TOKENS, num_kv_heads=HEADS, head_size=HEAD_DIM, dtype=torch.float32
@@ -100,10 +110,8 @@ class SimEngine:
             num_blocks=blocks, kv_cache_tensors=[], kv_cache_groups=groups, kv_cache_layout="LBHNC"
         )
         self.cache = [torch.zeros(blocks, HEADS, BLOCK_TOKENS, 2 * HEAD_DIM) for _ in range(LAYERS)]
-        from perdure.engines.vllm import PerdureConnector
-
         self.model = _Model([name for group in groups for name in group.layer_names])
-        self.worker = PerdureConnector(self.config, KVConnectorRole.WORKER, self.cache_config)
+        self.worker = KVConnectorFactory.create_connector(self.config, KVConnectorRole.WORKER, self.cache_config)
         caches = {f"layers.{at + LAYERS * group}.attn": self.cache[at]
                   for group in range(len(groups)) for at in range(LAYERS)}  # fmt: skip
         self.worker.register_kv_caches(caches)
@@ -137,6 +145,7 @@ class SimEngine:
         tokens: int = 4,
         salt: str | None = None,
         session: str | None = None,
+        adapter: Any = None,
         params: dict[str, Any] | None = None,
         **more: Any,
     ) -> Request:
@@ -147,7 +156,7 @@ class SimEngine:
         sampling.update_from_generation_config({}, None)
         request = Request(
             request_id=name, prompt_token_ids=list(prompt), sampling_params=sampling, pooling_params=None,
-            cache_salt=salt, session_id=session, block_hasher=self._hasher,
+            cache_salt=salt, session_id=session, lora_request=adapter, block_hasher=self._hasher,
         )  # fmt: skip
         self.outputs[name] = []
         self.requests.append(request)
@@ -171,8 +180,9 @@ class SimEngine:
 
     def settle(self, seconds: float = RUN_S) -> None:
         """Until everything that is to be saved has been."""
-        saver, until = self.worker._worker._saver, time.monotonic() + seconds
-        while saver._waiting or saver._copying or saver._writing:
+        until = time.monotonic() + seconds
+        savers = [one._worker._saver for one in getattr(self.worker, "sub_connectors", [self.worker])]
+        while any(saver._waiting or saver._copying or saver._writing for saver in savers):
             assert time.monotonic() < until, "saves do not come to an end"
             time.sleep(0.01)
         time.sleep(0.15)  # ephemeral blocks are published together
@@ -187,7 +197,7 @@ class SimEngine:
         self._update_tables(plan)
         for name, count in plan.num_scheduled_tokens.items():
             self._compute(name, count)
-        if meta.loads and self.before_loads is not None:
+        if self.before_loads is not None and meta.loads:
             self.before_loads()
         self.worker.start_load_kv(None)
         self.worker.wait_for_save()
@@ -197,7 +207,7 @@ class SimEngine:
         told.invalid_block_ids = self.worker.get_block_ids_with_load_errors()
         told.kv_connector_stats = self.worker.get_kv_connector_stats()
         for stats in (told.kv_connector_stats, self.connector.get_kv_connector_stats()):
-            if stats is not None:
+            if stats is not None and not children_of(stats):
                 self.counters.update({name: amount for name, amount in stats.data.items() if name in COUNTERS})
         told.kv_connector_worker_meta = self.worker.build_connector_worker_meta()
         self.worker.clear_connector_metadata()
@@ -275,6 +285,11 @@ class SimEngine:
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+
+def children_of(stats: Any) -> bool:
+    """Whether these are statistics of a MultiConnector."""
+    return type(stats).__name__ == "MultiKVConnectorStats"
 
 
 class _Model(torch.nn.Module):

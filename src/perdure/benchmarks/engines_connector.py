@@ -5,8 +5,9 @@ Contract
   vLLM and by one with the connector in turns; then two new processes, one on the service's socket and one on its TCP
   port, restore it and ask again for their own prefix hit. Then the service is started anew, so that its memory is
   empty, and the prompts are restored from the disk.
-- Times to the first token are vLLM's own. Answers (fp32) must be equal in all of them, else WrongResult; a restore that
-  did not restore everything is WrongResult, too.
+- Times to the first token are vLLM's own. The model runs in its own type, bf16, where a hit in vLLM's own prefix cache
+  may be answered otherwise than a cold prompt; so every restored answer must equal those of the prefix hits, else
+  WrongResult. A restore that did not restore everything is WrongResult, too.
 - The bound for the disk is the local hit plus 1.1 times the bytes at fio's rate, as measured in the same repetition.
 """
 
@@ -28,6 +29,7 @@ from perdure.limits import GIB, MIB
 from perdure.testing.vllm_offline import Generated, OfflineEngine
 from perdure.testing.vllm_process import connector
 
+DTYPE = "bfloat16"
 STEPS_VARIABLE = "PERDURE_BENCH_STEPS"  # names the file of `engines_timed`
 BLOCK_TOKENS = 128  # vLLM's on a CPU
 _WARM_TOKENS = 2000
@@ -101,7 +103,7 @@ def engine(model: Path, base: Path, name: str, url: str | None = None, **more: A
         timed = {"kv_connector": "TimedConnector", "kv_connector_module_path": "perdure.benchmarks.engines_timed"}
         transfer = connector(url, **_SETTINGS) | timed
     return OfflineEngine(
-        {"model": model, "dtype": "float32", "max_model_len": _LENGTH_TOKENS} | more, base / f"{name}.log",
+        {"model": model, "dtype": DTYPE, "max_model_len": _LENGTH_TOKENS} | more, base / f"{name}.log",
         transfer=transfer, environment={STEPS_VARIABLE: str(base / f"{name}.steps")}, wait=False,
     )  # fmt: skip
 
@@ -119,22 +121,22 @@ def first_token_s(answer: Generated) -> float:
 
 
 class _Prompts:
-    """The prompts of a run, and what they are answered."""
+    """The prompts of a run, and what they are answered when they are restored or hit."""
 
     def __init__(self, tokens: int, count: int):
         self.prompts = [prompt(number + 1, tokens) for number in range(count)]
         self.restored_tokens = (tokens - 1) // BLOCK_TOKENS * BLOCK_TOKENS
         self._answers: dict[int, list[int]] = {}
 
-    def ask(self, one: OfflineEngine, number: int, cached: int | None, **options: Any) -> Generated:
-        """Raises WrongResult if the answer is another one than before, or another number of tokens was cached."""
+    def ask(self, one: OfflineEngine, number: int, cached: int, **options: Any) -> Generated:
+        """Raises WrongResult if another number of tokens was cached, or the answer of a hit is another than before."""
         [answer] = one.generate([self.prompts[number]], ignore_eos=True, **options)
-        count = len(self._answers.setdefault(number, answer.tokens))
-        same = answer.tokens[:count] == self._answers[number][: len(answer.tokens)]
-        if not same or (cached is not None and answer.cached_tokens != cached):
+        if answer.cached_tokens != cached or (
+            cached and self._answers.setdefault(number, answer.tokens) != answer.tokens
+        ):
             raise WrongResult(
                 f"prompt {number} in {one.log.stem}: {answer.cached_tokens} tokens cached, {cached} expected; "
-                f"answer {answer.tokens}, before {self._answers[number]}"
+                f"answer {answer.tokens}, before {self._answers.get(number)}"
             )
         return answer
 

@@ -19,6 +19,7 @@ from perdure.testing.vllm_offline import OfflineEngine
 
 _SYSTEM_BLOCKS = 4  # the same for all sessions
 _CACHE_BLOCKS = 64  # of each process
+_LENGTH_TOKENS = 4096
 _SESSIONS, _TURNS = 8, 6
 _QUICK_SESSIONS, _QUICK_TURNS = 3, 3
 _REWRITES = 4  # every so many turns
@@ -52,7 +53,7 @@ def _replayed(pair: tuple[OfflineEngine, OfflineEngine], sessions: int, turns: i
 def rows(base: Path, model: Path, step: Callable[[str], None], *, quick: bool) -> list[Row]:
     """Raises EngineFailed, ServiceFailed."""
     sessions, turns = (_QUICK_SESSIONS, _QUICK_TURNS) if quick else (_SESSIONS, _TURNS)
-    more = {"num_gpu_blocks_override": _CACHE_BLOCKS}
+    more = {"num_gpu_blocks_override": _CACHE_BLOCKS, "max_model_len": _LENGTH_TOKENS}
     with (
         Place(base) as place,
         engine(model, base, "one", place.url, **more) as one,

@@ -75,6 +75,7 @@ class _Play:
 
     def __init__(self, stage: Stage, directory: Path, work: Path, model: Path):
         self._stage, self._directory, self._work, self._model = stage, directory, work, model
+        self._tenant = f"demo-{secrets.token_hex(4)}"  # finds nothing of an earlier run in the same store
         self._talk = vllm_talk.opening()
         self._told: dict[str, Any] = {"rows": []}
 
@@ -97,9 +98,8 @@ class _Play:
 
     def _server(self, name: str) -> VllmServer:
         url = f"unix://{(self._directory / 'perdure.sock').resolve()}"
-        return VllmServer(
-            self._model, self._work / f"{name}.log", transfer=connector(url, **_SETTINGS), max_model_len=MODEL_TOKENS
-        )
+        transfer = connector(url, tenant=self._tenant, **_SETTINGS)
+        return VllmServer(self._model, self._work / f"{name}.log", transfer=transfer, max_model_len=MODEL_TOKENS)
 
     def _cold(self, server: VllmServer, prompt: Any) -> Answer:
         """With a salt of its own, and not stored."""

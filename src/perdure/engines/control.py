@@ -44,6 +44,13 @@ def file_of(url: str) -> Path:
     return path.with_name(path.name + ".engines")
 
 
+def watched(url: str, chosen: str = "") -> Path | None:
+    """Where an engine looks: a file of its settings, else beside the service; nowhere if that is on another host."""
+    if chosen:
+        return Path(chosen)
+    return None if url.startswith(("tcp://", "nixl://")) else file_of(url)
+
+
 def read(path: Path) -> Switch | None:
     """What was told last; None if that cannot be known."""
     try:

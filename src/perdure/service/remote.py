@@ -241,7 +241,8 @@ class RemoteKeyspace(RemoteReads, SessionVerbs):
         return self._submit(self.write, keys, blocks, options)
 
     def _submit(self, verb: Callable[..., Any], keys: Any, data: Any, options: dict[str, Any]) -> Future[Any]:
-        self._store.current()
+        with suppress(ServiceUnavailable):  # that the service is away is a status; that the store is closed is not
+            self._store.current(time.monotonic())
         if self._calls is None:
             self._calls = ThreadPoolExecutor(_CALL_THREADS, thread_name_prefix="perdure-call")
         submitted = time.monotonic()

@@ -1,26 +1,28 @@
-"""Content digests of LoRA adapters: KV belongs to an adapter's weights, not to its name.
+"""LoRA adapters by content: KV belongs to an adapter's weights, not to its name or path.
 
 Contract
 - The digest is of the adapter's files as they were when an adapter of this number was first seen; vLLM gives an adapter
   that is loaded anew a new number. Files that have changed under a number they were seen with: the adapter is not
   cached any more, because nobody can tell which of the two is loaded. So is one that is loaded in place, or not local.
 - `known` does no I/O; `find` does, and is for a thread of its own.
+- vLLM's block hashes have the adapter's name and path in them; `Names` are the hashes of the same blocks without.
 """
 
 from __future__ import annotations
 
 import hashlib
 import threading
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from perdure import keys as naming
-from perdure.errors import PerdureError
+from perdure.engines.vllm.link import NotNow
 
 _FILES = ("adapter_config.json", "adapter_model.*", "new_embeddings.*")
 
 
-class AdapterUnknown(PerdureError):
+class AdapterUnknown(NotNow):
     """There is no telling what this adapter's weights are."""
 
 
@@ -56,6 +58,25 @@ class Adapters:
         if not found[1]:
             raise AdapterUnknown(f"adapter {adapter.lora_name!r}: its files have changed since it was loaded")
         return found[1]
+
+
+class Names:
+    """A request's block hashes as vLLM would make them without its adapter. Reads like the request otherwise."""
+
+    lora_request = None
+
+    def __init__(self, request: Any, hasher: Callable[[Any], list[bytes]]):
+        self._request, self._hasher = request, hasher
+        self._lock = threading.Lock()
+        self.block_hashes: list[bytes] = []
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._request, name)
+
+    def extend(self) -> None:
+        """By what the request has got since the last time: some microseconds a block."""
+        with self._lock:
+            self.block_hashes += self._hasher(self)
 
 
 def _stamp(file: Path) -> tuple[int, int, int]:

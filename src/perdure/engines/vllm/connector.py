@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterable
 from typing import Any, TypeVar
 
 import torch
+from vllm.distributed.kv_transfer import get_kv_transfer_group, has_kv_transfer_group
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorBase_V1,
     KVConnectorMetadata,
@@ -155,8 +156,8 @@ class PerdureConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         return False, None
 
     def _tell(self, request: Any) -> None:
-        if self._teller is not None and self._scheduler is not None and (found := self._scheduler.stored_in(request)):
-            self._teller.ended(request, *found)
+        if self._teller is not None and self._scheduler is not None:
+            self._teller.ended(request, *self._scheduler.stored_in(request))
 
     def take_events(self) -> Iterable[Any]:
         return () if self._teller is None else self._guard.call([], self._teller.take)
@@ -201,7 +202,10 @@ class PerdureConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
 
     # --- worker
     def get_handshake_metadata(self) -> Shard | None:
+        """None as a child of MultiConnector, which hands one child's on in the name of all: `Outcome` tells it then."""
         assert self._worker is not None
+        if has_kv_transfer_group() and get_kv_transfer_group() is not self:
+            return None
         return self._guard.call(None, self._worker.shard)
 
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:

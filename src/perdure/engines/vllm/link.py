@@ -21,7 +21,11 @@ from perdure.keys import KVLayout
 _LOG = logging.getLogger("perdure.vllm")
 
 
-class LinkDown(PerdureError):
+class NotNow(PerdureError):
+    """Something that is no fault of the service's: there is no reason to leave it alone."""
+
+
+class LinkDown(NotNow):
     """The service could not be reached a moment ago."""
 
 
@@ -79,7 +83,7 @@ class Link:
 
     def failed(self, error: Exception) -> None:
         """Something that used the link failed: leave the service alone for a while."""
-        if isinstance(error, LinkDown):
+        if isinstance(error, NotNow):
             return
         with self._lock:
             self._closed_until = time.monotonic() + self._retry_s

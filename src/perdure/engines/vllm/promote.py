@@ -85,9 +85,10 @@ class Promoter:
         self._threads = ThreadPoolExecutor(_THREADS, thread_name_prefix="perdure-promote")
 
     def start(
-        self, hashes: list[bytes], first: int, limit: int, spaces: Callable[[], Spaces], hold: bool, within_s: float
-    ) -> Promotion:
-        """hashes: of the request. first, limit: tokens, whole steps. hold: bring blocks to memory, or only count."""
+        self, hashes: Callable[[], list[bytes]], first: int, limit: int, spaces: Callable[[], Spaces], hold: bool,
+        within_s: float,
+    ) -> Promotion:  # fmt: skip
+        """hashes: gives those of the request. first, limit: tokens, whole steps. hold: not only count what there is."""
         promotion = Promotion(first, limit, time.monotonic(), stored=first, usable=first)
         if limit <= first:
             promotion.done = True
@@ -117,11 +118,12 @@ class Promoter:
             self._link.failed(error)
 
     def _run(
-        self, promotion: Promotion, hashes: list[bytes], spaces: Callable[[], Spaces], hold: bool, until: float
-    ) -> None:
+        self, promotion: Promotion, hashes: Callable[[], list[bytes]], spaces: Callable[[], Spaces], hold: bool,
+        until: float,
+    ) -> None:  # fmt: skip
         try:
             if promotion.wanted:
-                self._promote(promotion, hashes, spaces(), hold, until)
+                self._promote(promotion, hashes(), spaces(), hold, until)
                 self._link.worked()
         except Exception as error:  # noqa: BLE001 - whatever it is, it is a miss
             self._link.failed(error)

@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from perdure.engines.vllm.adapters import Names
 from perdure.engines.vllm.generated import Generated
 from perdure.engines.vllm.hints import Hints
 from perdure.engines.vllm.promote import Promotion, Shape
@@ -26,7 +27,8 @@ class RequestState:
     engine's own hit when tokens were offered. saved: per group, blocks that are saved or need not be. due: with how
     many computed tokens there is more to save, at the earliest. load: the job that is going on. refused: offered
     nothing any more. asked, offered: when it first waited for the weights' digest, and was first offered tokens.
-    canary: position in tokens up to which a block that is stored is computed all the same.
+    canary: position in tokens up to which a block that is stored is computed all the same. adapted: its names, if it
+    has an adapter.
     """
 
     request: Any
@@ -44,6 +46,13 @@ class RequestState:
     counted: bool = False
     sources: dict[bool, int] = field(default_factory=dict)
     hints: Hints = field(default_factory=Hints)
+    adapted: Names | None = None
+
+    @property
+    def names(self) -> list[bytes]:
+        """Of the request's blocks, as far as they are known."""
+        hashes: list[bytes] = (self.request if self.adapted is None else self.adapted).block_hashes
+        return hashes
 
 
 class Saves:
@@ -52,15 +61,15 @@ class Saves:
     def __init__(self, shapes: Sequence[Shape], hash_tokens: int, generated: Generated):
         self._shapes, self._hash_tokens, self._generated = list(shapes), hash_tokens, generated
 
-    def part(self, request: Any, group: int, positions: Sequence[int], block_ids: Sequence[int]) -> Part:
+    def part(self, state: RequestState, group: int, positions: Sequence[int], block_ids: Sequence[int]) -> Part:
         """Blocks of a group at these positions of the sequence; a block is named by the hash of its last part."""
-        per_block = self._shapes[group].block_tokens // self._hash_tokens
-        return Part(group, list(block_ids), [request.block_hashes[(at + 1) * per_block - 1] for at in positions])
+        per_block, names = self._shapes[group].block_tokens // self._hash_tokens, state.names
+        return Part(group, list(block_ids), [names[(at + 1) * per_block - 1] for at in positions])
 
     def full(self, state: RequestState, computed: int, table: Callable[[], Sequence[Sequence[int]]]) -> list[Part]:
         """Blocks that are full now and were not saved. table: gives the request's block ids, when they are needed."""
         request = state.request
-        end = min(computed, len(request.block_hashes) * self._hash_tokens)
+        end = min(computed, len(state.names) * self._hash_tokens)
         if state.hints.store_tokens_max is not None:
             end = min(end, state.hints.store_tokens_max)
         parts: list[Part] = []
@@ -72,7 +81,7 @@ class Saves:
             ids = table() if ids is None else ids
             state.saved[group] = high
             chosen = [at for at in range(low, min(high, len(ids[group]))) if ids[group][at]]
-            part = self.part(request, group, chosen, [ids[group][at] for at in chosen])
+            part = self.part(state, group, chosen, [ids[group][at] for at in chosen])
             if high * shape.block_tokens > request.num_prompt_tokens:
                 part = self._worthwhile(part, chosen, request.num_prompt_tokens // shape.block_tokens)
             if part.block_ids:

@@ -19,15 +19,16 @@ import zlib
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from typing import Any
 
+from vllm.utils.hashing import get_hash_fn_by_name
+from vllm.v1.core.kv_cache_utils import get_request_block_hasher
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
 from perdure import limits
-from perdure.engines.control import Watch, file_of
+from perdure.engines.control import Watch, watched
 from perdure.engines.vllm import identity
-from perdure.engines.vllm.adapters import Adapters
+from perdure.engines.vllm.adapters import Adapters, Names
 from perdure.engines.vllm.generated import Generated
 from perdure.engines.vllm.hints import carry_out, hints_of
 from perdure.engines.vllm.link import Link
@@ -70,11 +71,13 @@ class Scheduler:
         self._generated = Generated(settings.generated)
         self._saves = Saves(self.shapes, hash_tokens, self._generated)
         self._adapters = Adapters()
+        algorithm = get_hash_fn_by_name(vllm_config.cache_config.prefix_caching_hash_algo)
+        self._hasher = get_request_block_hasher(hash_tokens, algorithm)
         self._ranks = int(vllm_config.parallel_config.world_size)
         self._epoch = 0
         self._shards: dict[tuple[int, int], Shard] = {}
         self._weights = ""
-        self._weights_by = 0.0  # until when it is worth waiting for their digest
+        self._weights_by = time.monotonic() + DIGEST_S_MAX  # until when it is worth waiting for their digest
         self.tripped = ""
         self._requests: dict[str, RequestState] = {}
         self._loading: dict[int, _Load] = {}
@@ -85,7 +88,7 @@ class Scheduler:
         self._pace = Pace(settings.prefill_tokens_per_s)
         self._pool: Any = None
         self.epoch_ended: Callable[[], None] = lambda: None
-        self._watch = Watch(_control_file(settings))
+        self._watch = Watch(watched(settings.url, settings.control))
         self._switch = self._watch.switch
 
     def bind_pool(self, block_pool: Any) -> None:
@@ -123,8 +126,16 @@ class Scheduler:
         if state is None or state.request is not request:
             state = RequestState(request, self._epoch, request.num_preemptions, [0] * len(self.shapes))
             state.hints = hints_of(request)
+            if request.lora_request is not None:
+                state.adapted = Names(request, self._hasher)
             self._requests[request.request_id] = state
         return state
+
+    def _names(self, state: RequestState) -> list[bytes]:
+        """Of all the request's full blocks. For threads of ours, while there may be many new ones."""
+        if state.adapted is not None:
+            state.adapted.extend()
+        return state.names
 
     def _local_tokens(self, request: Any) -> int:
         """About how much the engine has itself: prefixes are evicted from their end, so their length is bisected."""
@@ -154,7 +165,7 @@ class Scheduler:
             return
         self.tally.add(lookups=1)
         state.promotion = self._promoter.start(
-            request.block_hashes[: limit // self._hash_tokens], min(first, limit), limit,
+            lambda: self._names(state)[: limit // self._hash_tokens], min(first, limit), limit,
             lambda: self._spaces(weights, self._adapters.find(adapter)),
             self._settings.mode == "on", self._settings.promote_wait_ms_max / 1000,
         )  # fmt: skip
@@ -239,7 +250,10 @@ class Scheduler:
         """The engine has given the request its blocks, `tokens` of them to be loaded."""
         state = self._state(request)
         promotion = state.promotion
-        if not tokens:
+        if not tokens:  # another connector beside this one may load into them
+            self._plan.overwritten += [
+                one.block_id for table in blocks.blocks for one in table if one.block_hash is None and not one.is_null
+            ]
             if promotion is not None and promotion.done:  # what the service has need not be saved
                 for group, shape in enumerate(self.shapes):
                     state.saved[group] = max(state.saved[group], promotion.stored // shape.block_tokens)
@@ -251,7 +265,7 @@ class Scheduler:
         for group, (shape, table) in enumerate(zip(self.shapes, blocks.blocks, strict=True)):
             low, high = state.computed // shape.block_tokens, end // shape.block_tokens
             chosen = [at for at in range(low, high) if not table[at].is_null and table[at].block_hash is None]
-            parts.append(self._saves.part(request, group, chosen, [table[at].block_id for at in chosen]))
+            parts.append(self._saves.part(state, group, chosen, [table[at].block_id for at in chosen]))
             stored = max(high, state.canary // shape.block_tokens)
             state.saved[group] = max(state.saved[group], stored)
         for part in parts:
@@ -310,6 +324,8 @@ class Scheduler:
             computed = state.request.num_computed_tokens + scheduled
             if computed < state.due or not self._may_save(state):
                 continue
+            if state.adapted is not None and len(state.names) < len(state.request.block_hashes):
+                self._promoter.later(state.adapted.extend)
             if state.canary:
                 self._check_canary(plan, state, computed, output)
             parts = self._saves.full(state, computed, partial(tables, request_id))
@@ -333,7 +349,7 @@ class Scheduler:
             for group, shape in enumerate(self.shapes):
                 at = state.canary // shape.block_tokens - 1
                 if at < len(table[group]) and table[group][at]:
-                    parts.append(self._saves.part(state.request, group, [at], [table[group][at]]))
+                    parts.append(self._saves.part(state, group, [at], [table[group][at]]))
             state.canary = 0
             plan.checks.append(self._transfer(state.request, parts))
 
@@ -349,6 +365,7 @@ class Scheduler:
         if state is None:
             return
         if self._working and self._may_save(state) and state.load is None:
+            self._names(state)
             confirmed = max(request.num_prompt_tokens, request.num_tokens - 1)
             parts = self._saves.full(state, min(request.num_computed_tokens, confirmed), lambda: block_ids)
             if parts:
@@ -356,9 +373,10 @@ class Scheduler:
         if state.load is None:
             self._let_go(state)
         if state.hints.any and self._working and state.epoch == self._epoch:
-            self._promoter.later(partial(self._carry_out, state, self._weights, request.block_hashes[:]))
+            self._promoter.later(partial(self._carry_out, state, self._weights))
 
-    def _carry_out(self, state: RequestState, weights: str, hashes: list[bytes]) -> None:
+    def _carry_out(self, state: RequestState, weights: str) -> None:
+        hashes = self._names(state)[:]
         end = len(hashes) * self._hash_tokens
         carry_out(
             state.hints, self._spaces(weights, self._adapters.find(state.request.lora_request)),
@@ -407,12 +425,10 @@ class Scheduler:
         self._weights = weights
         self._promoter.later(lambda: warm_up(self._spaces(weights, "")))  # connecting takes longer than a request waits
 
-    def stored_in(self, request: Any) -> tuple[int, Callable[[], Spaces]] | None:
-        """Up to which token the request's blocks may be stored, and where; None while nothing is stored."""
-        if not self._working:
-            return None
-        weights, adapter = self._weights, request.lora_request
-        return self._limit(request), lambda: self._spaces(weights, self._adapters.find(adapter))
+    def stored_in(self, request: Any) -> tuple[int, Callable[[], Spaces]]:
+        """Up to which token the request's blocks may be stored (0: none are), and where."""
+        weights, adapter, limit = self._weights, request.lora_request, self._limit(request) if self._working else 0
+        return limit, lambda: self._spaces(weights, self._adapters.find(adapter))
 
     def new_epoch(self) -> None:
         """The weights may be others from now on: nothing of before is offered, nothing of after stored as of before."""
@@ -430,9 +446,3 @@ class Scheduler:
         self._watch.close()
         self._promoter.close()
         self._link.close()
-
-
-def _control_file(settings: Settings) -> Path | None:
-    if settings.control:
-        return Path(settings.control)
-    return None if settings.url.startswith(("tcp://", "nixl://")) else file_of(settings.url)

@@ -6,7 +6,8 @@ Contract
   another engine stores or the store forgets are told when the next request of theirs ends here.
 - They go into vLLM's own stream where it publishes one (`--kv-events-config`), else to the address `events` of the
   connector's settings; a new epoch of the weights removes all that was told.
-- Requests with media or prompt embeds are not told: their tokens do not name them. `WAITING_MAX` requests wait at most.
+- Requests with media, prompt embeds or an adapter are not told: their tokens and hashes do not name what is stored.
+  `WAITING_MAX` requests wait at most.
 """
 
 from __future__ import annotations
@@ -41,7 +42,6 @@ class _Ended:
     tokens: list[int]
     limit: int
     salt: str | None
-    lora: str | None
     spaces: Callable[[], Spaces]
     epoch: int
     due: float
@@ -63,15 +63,14 @@ class Teller:
 
     def ended(self, request: Any, limit: int, spaces: Callable[[], Spaces]) -> None:
         """limit: tokens up to which its blocks are full and confirmed."""
-        if not limit or request.mm_features or getattr(request, "prompt_embeds", None) is not None:
+        if not limit or request.mm_features or request.lora_request is not None or request.prompt_embeds is not None:
             return
-        lora = request.lora_request.lora_name if request.lora_request is not None else None
         tokens = list(request.all_token_ids[:limit])
         with self._changed:
             if len(self._waiting) < WAITING_MAX:
                 due = time.monotonic() + LOOKS_S[0]
                 self._waiting.append(
-                    _Ended(request.block_hashes[:], tokens, limit, request.cache_salt, lora, spaces, self._epoch, due)
+                    _Ended(request.block_hashes[:], tokens, limit, request.cache_salt, spaces, self._epoch, due)
                 )
                 self._changed.notify_all()
 
@@ -151,7 +150,7 @@ class Teller:
         for low, high in zip(edges[::2].tolist(), edges[1::2].tolist(), strict=True):
             events.stored(
                 names[low:high], one.tokens[low * size : high * size], parent=names[low - 1] if low else None,
-                lora=one.lora, salt=one.salt, group=group,
+                salt=one.salt, group=group,
             )  # fmt: skip
 
 
