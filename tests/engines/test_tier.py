@@ -511,6 +511,7 @@ def test_settings_are_checked() -> None:
         good | {"share_region": 1},
         good | {"tenant": 3},
         good | {"adapters": "?"},
+        good | {"codec": "?"},
     ):
         with pytest.raises(InvalidArgument):
             TierSettings.of(bad)

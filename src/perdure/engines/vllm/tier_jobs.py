@@ -142,7 +142,12 @@ class Service:
                 raise InvalidArgument(f"KV-cache group {group} is not among vLLM's offloaded groups")
             one = identity_of(self._config, self.weights.name(), self._layouts[group], self._draft)
             self._spaces[group] = self._store.keyspace(
-                model=one.model, weights=one.weights, layout=one.layout, tenant=self.settings.tenant, draft=one.draft
+                model=one.model,
+                weights=one.weights,
+                layout=one.layout,
+                tenant=self.settings.tenant,
+                draft=one.draft,
+                codec=self.settings.codec,
             )
         return self._spaces[group]
 
