@@ -8,7 +8,7 @@ Contract
   restored in turn, more of them than the service's DRAM holds, beside files on the store's device, which the `fs` tier
   reads by O_DIRECT where it can. Where the service had the blocks is counted, and checked.
 - Neither side compresses (Perdure's default, `auto`, would: less to read, more work for two cores that also run the
-  model). Perdure verifies every block; the `fs` tier keeps no checksums. Outputs of all arms are equal, else WrongResult.
+  model). Perdure verifies every block; the `fs` tier keeps no checksums. Other outputs of an arm are a WrongResult.
 - A restore's own time is its TTFT less the shortest TTFT of a local prefix hit in the same engine.
 - Runs on a CPU, so the forward pass of the last tokens is most of a TTFT.
 """
