@@ -434,6 +434,67 @@ def test_lookups_wait_for_nobody_and_old_answers_are_dropped() -> None:
     lookups.stop()
 
 
+class _View:
+    """A view of blocks that are valid for as long as it is told."""
+
+    def __init__(self, count: int):
+        self.blocks: list[memoryview | None] = [memoryview(bytes(1))] * count
+        self.report = SimpleNamespace(problems={}, from_memory=count)
+        self.valid, self.released = True, False
+
+    def release(self) -> bool:
+        self.released = True
+        return self.valid
+
+
+class _Space:
+    """A keyspace that has everything."""
+
+    layout = SimpleNamespace(block_bytes=CHUNK_BYTES)
+
+    def __init__(self) -> None:
+        self.views: list[_View] = []
+
+    def adopt_hashes(self, hashes: list[bytes]) -> np.ndarray:
+        return np.frombuffer(b"".join(hashes), np.uint8).reshape(-1, 32)
+
+    def present(self, names: np.ndarray) -> np.ndarray:
+        return np.ones(len(names), bool)
+
+    def view(self, names: np.ndarray, **_: Any) -> _View:
+        self.views.append(_View(len(names)))
+        return self.views[-1]
+
+
+def _answered(lookups: Lookups, keys: list[bytes], request: str) -> None:
+    def answered() -> bool:
+        found = [lookups.lookup(key, request) for key in keys]
+        lookups.flush()
+        return found == [True] * len(keys)
+
+    until(answered)
+
+
+def test_holds_end_with_their_loads_or_their_requests_and_are_renewed_when_they_expire() -> None:
+    space, keys = _Space(), some_keys(2)
+    lookups = Lookups(lambda group: space, lookup_s=60, hold_s=30, fetch_s=1)
+    _answered(lookups, keys, "a")
+    space.views[0].valid = False  # its time is over
+    _answered(lookups, keys, "a")
+    assert len(space.views) >= 2
+    until(lambda: space.views[0].released)
+    held = lookups.take(keys[:1])
+    lookups.forget("a")
+    assert not space.views[-1].released  # one of its blocks is being loaded
+    assert held[0].hold is not None
+    held[0].hold.drop()
+    until(lambda: space.views[-1].released)
+    lookups.loaded(keys[:1], frozenset(keys[:1]))  # failed, and nobody asks for it any more
+    assert not lookups._asked
+    assert not lookups._of_request
+    lookups.stop()
+
+
 # --- settings
 def test_settings_are_checked() -> None:
     good = {"url": "unix:///x", "weights": WEIGHTS}
@@ -450,6 +511,7 @@ def test_settings_are_checked() -> None:
         good | {"share_region": 1},
         good | {"tenant": 3},
         good | {"adapters": "?"},
+        good | {"codec": "?"},
     ):
         with pytest.raises(InvalidArgument):
             TierSettings.of(bad)
@@ -479,6 +541,8 @@ def test_unusable_configuration_leaves_nothing_behind() -> None:
         Engine("unix:///nowhere", dtype="nvfp4")
     with pytest.raises(UnknownOption):
         Engine("unix:///nowhere", tenat="a")
+    with pytest.raises(InvalidArgument, match="algorithm:value"):
+        Engine("unix:///nowhere", weights="something")
 
 
 def test_served_in_this_process(tmp_path: Path) -> None:

@@ -7,7 +7,8 @@ Contract
 - "from memory": blocks in the service's DRAM, beside files of the `fs` tier in /dev/shm. "from the disk": prompts are
   restored in turn, more of them than the service's DRAM holds, beside files on the store's device, which the `fs` tier
   reads by O_DIRECT where it can. Where the service had the blocks is counted, and checked.
-- Perdure verifies every block; the `fs` tier keeps no checksums. Outputs of all arms must be equal, else WrongResult.
+- Neither side compresses (Perdure's default, `auto`, would: less to read, more work for two cores that also run the
+  model). Perdure verifies every block; the `fs` tier keeps no checksums. Other outputs of an arm are a WrongResult.
 - A restore's own time is its TTFT less the shortest TTFT of a local prefix hit in the same engine.
 - Runs on a CPU, so the forward pass of the last tokens is most of a TTFT.
 """
@@ -84,7 +85,7 @@ def tiers_of(service: Host, files: Path) -> list[dict[str, Any]]:
     return [
         {
             "type": "perdure", "module_path": "perdure.engines.vllm.tier", "url": f"unix://{service.socket}",
-            "weights": "files", "after_reset": "same", "locality": OURS.upper(),
+            "weights": "files", "after_reset": "same", "codec": "off", "locality": OURS.upper(),
         },
         {"type": "fs", "root_dir": str(files), "locality": THEIRS.upper()},
     ]  # fmt: skip

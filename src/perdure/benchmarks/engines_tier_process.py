@@ -17,16 +17,12 @@ import time
 from pathlib import Path
 from typing import Any
 
-from perdure.errors import PerdureError
+from perdure.testing.vllm_process import EngineFailed
 
 READY_S = 240.0
 ANSWER_S = 180.0
 _CHILD = "perdure.benchmarks.engines_tier_child"
 _TOLD_BYTES = 2000
-
-
-class EngineFailed(PerdureError):
-    """The engine process ended, did not answer in time, or answered with an error."""
 
 
 class EngineProcess:

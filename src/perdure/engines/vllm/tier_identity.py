@@ -21,6 +21,7 @@ from typing import Any
 
 from perdure import keys as naming
 from perdure import limits
+from perdure.codecs import POLICIES
 from perdure.engines.vllm.tier_engine import BY_NAME, draft_directory, meaning, model_dtype
 from perdure.errors import InvalidArgument, UnknownOption
 from perdure.keys import KeyspaceIdentity, KVLayout
@@ -52,7 +53,8 @@ class TierSettings:
     for what the engine's settings do not say; or "files", the digest of the files in the model's directory.
     weights_file: a file that holds such a name instead, read again after every reset. adapters: "by-name" allows LoRA.
     after_reset: "new" (blocks of before are never found again by this process, unless `weights_file` names the weights)
-    or "same" (the operator vouches that resets change no weights). share_region: let the service read vLLM's region.
+    or "same" (the operator vouches that resets change no weights). codec: "auto", "on" or "off"; without it as
+    the service has it. share_region: let the service read vLLM's region.
     lookup_s: until a question that is not answered is a miss. hold_s: how long a block is held in the service's memory
     for a load. load_s, store_s: until a job gives up.
     """
@@ -65,6 +67,7 @@ class TierSettings:
     adapters: str = ""
     durability: str = "session"
     ttl_s: float | None = None
+    codec: str | None = None
     share_region: bool = True
     lookup_s: float = 2.0
     hold_s: float = limits.view_ttl_s_default
@@ -101,6 +104,8 @@ class TierSettings:
         if self.ttl_s is not None:
             check_seconds(self.ttl_s, "perdure tier ttl_s", limits.ttl_s_max)
         durability_of(self.durability)
+        if self.codec not in (None, *POLICIES):
+            raise InvalidArgument(f"perdure tier codec={self.codec!r}: must be one of {', '.join(POLICIES)}")
         if self.after_reset not in ("new", "same"):
             raise InvalidArgument(f"perdure tier after_reset={self.after_reset!r}: must be 'new' or 'same'")
         if self.adapters not in ("", BY_NAME):

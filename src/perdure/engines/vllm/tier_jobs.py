@@ -11,6 +11,7 @@ Contract
 
 from __future__ import annotations
 
+import logging
 import os
 import queue
 import threading
@@ -38,6 +39,7 @@ BEGIN_S: Final = 0.25  # for finding out whether the service is there
 ROUND_BYTES: Final = 16 * limits.MIB  # stored at a time: what the service copies out of the region before it writes
 THREADS: Final = 2  # for loads, and as many for stores
 _SETTLE_S: Final = 1.0
+_log = logging.getLogger(__name__)
 _FOUND = int(BlockStatus.FOUND)
 
 
@@ -88,6 +90,9 @@ class Service:
         self.settings, self._config, self._layouts, self._primary = settings, config, layouts, primary
         self._draft = draft
         self.weights = Weights(settings, str(config.model.name))
+        for layout in layouts.values():  # what is wrong with it is said now, not by misses
+            identity_of(config, self.weights.name(), layout, draft)
+        self._told = ""
         self._lock = threading.Lock()
         self._store: RemoteStore | None = None
         self._spaces: dict[int, Any] = {}
@@ -112,11 +117,17 @@ class Service:
             made.begin(time.monotonic() + BEGIN_S)
         except Sealed:
             raise
-        except PerdureError:
+        except PerdureError as error:
             self._retry_at = time.monotonic() + BACK_OFF_S
             with self._lock:
                 self._spaces.clear()  # another store may be served there next time
+                if str(error) != self._told and not self._closed:
+                    _log.warning("perdure tier: %s; until that is over every block is a miss", error)
+                    self._told = str(error)
             raise
+        if self._told:
+            _log.warning("perdure tier: %s is there again", self.settings.url)
+            self._told = ""
         return made
 
     def _space(self, group: int) -> Any:
@@ -131,7 +142,12 @@ class Service:
                 raise InvalidArgument(f"KV-cache group {group} is not among vLLM's offloaded groups")
             one = identity_of(self._config, self.weights.name(), self._layouts[group], self._draft)
             self._spaces[group] = self._store.keyspace(
-                model=one.model, weights=one.weights, layout=one.layout, tenant=self.settings.tenant, draft=one.draft
+                model=one.model,
+                weights=one.weights,
+                layout=one.layout,
+                tenant=self.settings.tenant,
+                draft=one.draft,
+                codec=self.settings.codec,
             )
         return self._spaces[group]
 
@@ -242,7 +258,12 @@ class _Load:
 
     def run(self, ok: set[bytes], counts: Counter[str]) -> None:
         targets = self._primary.chunks(self._chunk_ids)
-        rest = self._copy(targets, ok, counts)
+        try:
+            rest = self._copy(targets, ok, counts)
+        finally:
+            for held in self._held:
+                if held.hold is not None:
+                    held.hold.drop()
         for group, places in _by_group([self._keys[place] for place in rest]).items():
             self._read(group, [rest[place] for place in places], targets, ok, counts)
 
@@ -262,9 +283,6 @@ class _Load:
                 counts["bytes"] += self._primary.stride
             else:
                 rest.append(place)
-        for held in self._held:
-            if held.hold is not None:
-                held.hold.drop()
         return rest
 
     def _read(

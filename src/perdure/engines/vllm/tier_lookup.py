@@ -161,7 +161,7 @@ class Lookups:
             asked = self._asked.get(key)
             if asked is None:
                 continue
-            if key in failed:
+            if key in failed and asked.requests:
                 self._numbers += 1
                 asked.number, asked.answer = self._numbers, False
             else:
