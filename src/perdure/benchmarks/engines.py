@@ -17,7 +17,7 @@ from collections.abc import Callable, Sequence
 from importlib.util import find_spec
 from pathlib import Path
 
-from perdure.benchmarks import engines_connector, engines_lmcache, engines_replay, engines_tier, engines_tier_process
+from perdure.benchmarks import engines_connector, engines_lmcache, engines_replay, engines_tier
 from perdure.benchmarks.harness import Report, Row, machine, unmeasured
 from perdure.benchmarks.progress import Progress
 from perdure.engines.smollm import model_path
@@ -69,7 +69,7 @@ def run(
             for name in sections:
                 try:
                     report.rows += made[name]()
-                except (EngineFailed, engines_tier_process.EngineFailed) as error:
+                except EngineFailed as error:
                     report.rows.append(unmeasured(f"section {name}", "s", "", str(error)))
         return report
     finally:
