@@ -51,6 +51,7 @@ LAYERS = [
         "manifest",
         "prefetch",
         "admission",
+        "catalogs",
         "core",
         "directory",
         "encoding",

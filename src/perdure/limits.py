@@ -65,6 +65,24 @@ control_name_bytes_max: Final = 480  # namespace with document key, or lease sco
 document_bytes_max: Final = 64 * MIB
 pin_blocks_max: Final = batch_blocks_max
 
+# --- catalog of many hosts (Valkey Cluster) -------------------------------------------------------------------
+cluster_index_slots: Final = 64  # the block index lies in so many hash slots: 1.6 % of the records in each
+cluster_control_slots: Final = 16
+cluster_script_keys_max: Final = 512  # of one script: the server does nothing else while it runs
+cluster_read_s_default: Final = 0.1  # by then what could not be asked is a miss
+cluster_write_s_default: Final = 1.0
+cluster_wait_grace_s: Final = 0.02  # how long before the deadline WAIT gives up: its answer must still come
+cluster_retry_s_min: Final = 0.05  # a node that did not answer is left alone so long, then twice as long each time
+cluster_retry_s_max: Final = 0.4  # so a healed node is used again within 1 s
+cluster_pause_s_min: Final = 0.002  # before asking again while the cluster is moving slots or choosing a primary
+cluster_pause_s_max: Final = 0.05
+cluster_refresh_s: Final = 0.1  # the map of slots is asked for at most so often
+cluster_rounds_attempts_max: Final = 8  # of a publish that meets others' publishes of the same blocks
+cluster_connections_idle_max: Final = 32  # per node
+cluster_listing_s: Final = 5.0  # a scan goes on for so long with the keys it has listed
+cluster_listing_keys: Final = 4096  # per step of a scan
+cluster_poll_s: Final = 0.5  # waiters look by themselves so often while a shard's channel cannot be listened to
+
 # --- memory ---------------------------------------------------------------------------------------------------
 presence_load_max: Final = 0.6  # used slots / slots; 0.7 % of the keys leave their home bucket at 0.48, 2.1 % at 0.6
 presence_gallop_first_keys: Final = 64
@@ -187,6 +205,9 @@ _check(message_extents_max * 16 + message_keys_max // 2 * (key_bytes + 4) <= mes
 _check(4 * message_tokens_max + 4 * KIB <= message_bytes_max, "tokens fit a message")
 _check(admission_patience_s < admission_age_s_max, "patience ends within the ages told apart")
 _check(service_data_threads_max < service_threads, "some threads are left for questions")
+_check(2 * cluster_retry_s_max + cluster_read_s_default < 1.0, "a healed node is used again within a second")
+_check(cluster_wait_grace_s < cluster_write_s_default, "WAIT has time")
+_check(0xFF % (256 // cluster_index_slots) == 256 // cluster_index_slots - 1, "a first byte belongs to one slot")
 _check(beat_s <= 0.1, "touches are drained at least ten times a second")
 _check(staging_bytes_max >= block_bytes_max, "a largest block fits the staging")
 _check(probe_late_s < probe_period_s < probe_ttl_s, "a probe ends before the next, and outlives it")
