@@ -60,7 +60,7 @@ class Node:
         """One command, one answer; an error is raised."""
         reader = libvalkey.Reader(encoding="utf-8", errors="surrogateescape")
         with socket.create_connection(self.address, timeout_s) as connection:
-            connection.sendall(libvalkey.pack_command(tuple(str(word) for word in words)))
+            connection.sendall(libvalkey.pack_command(tuple(_bytes(word) for word in words)))
             while (answer := reader.gets()) is False:
                 got = connection.recv(1 << 16)
                 if not got:
@@ -212,6 +212,10 @@ def eventually(condition: Callable[[], bool], what: str) -> None:
             problem = error
         time.sleep(0.02)
     raise AssertionError(f"not within {START_S} s: {what} ({problem})")
+
+
+def _bytes(word: object) -> bytes:
+    return str(word).encode(errors="surrogateescape")
 
 
 def _replicate(node: Node, primary: Node) -> bool:

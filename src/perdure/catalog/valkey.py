@@ -82,15 +82,23 @@ class ValkeyIndex:
         for group, members in self._shares(keys, len(wanted)):
             prefix = self._names.prefixes[group] + BLOCK
             command: Command = ("MGET", *[prefix + wanted[at] for at in members])
-            units.append(Unit(self._names.slots[group], [command]))
+            units.append(Unit(self._names.slots[group], [command], divisible=True))
             places.append(members)
         self._run(units, deadline)
+        for unit in units:
+            if unit.divided:
+                self._one_by_one(unit, deadline)
         out: list[bytes | None] = [None] * len(wanted)
-        for unit, members, found in zip(units, places, replies_of(units, "looking up blocks"), strict=True):
-            del unit
+        for members, found in zip(places, replies_of(units, "looking up blocks"), strict=True):
             for at, value in zip(members, found, strict=True):
                 out[at] = value
         return out
+
+    def _one_by_one(self, unit: Unit, deadline: float) -> None:
+        """Ask an MGET's keys singly: while a slot is being moved each is on one of two nodes."""
+        single = [Unit(unit.slot, [("GET", key)]) for key in unit.commands[0][1:]]
+        self._run(single, deadline)
+        unit.replies = [replies_of(single, "looking up blocks of a slot that is being moved")]
 
     def _shares(self, keys: KeyArray, count: int) -> Iterator[tuple[int, list[int]]]:
         """(group, places in the batch) of what is asked together, in the order of the batch."""

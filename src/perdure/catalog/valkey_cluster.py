@@ -16,7 +16,6 @@ it).
 
 from __future__ import annotations
 
-import hashlib
 import os
 import threading
 import time
@@ -26,7 +25,7 @@ from dataclasses import dataclass, field
 from typing import Any, Final
 
 from perdure import limits
-from perdure.catalog.valkey_link import Address, Command, Node, ReplyError, exchange
+from perdure.catalog.valkey_link import Address, Command, Node, ReplyError, Script, exchange
 from perdure.errors import CatalogError, CatalogUnavailable, StoreClosed
 
 SLOTS: Final = 16384
@@ -40,29 +39,24 @@ def key_slot(tag: bytes) -> int:
     return crc_hqx(tag, 0) % SLOTS
 
 
-class Script:
-    """A server-side script. Its keys must all be in the slot of its unit."""
-
-    def __init__(self, source: str):
-        self.source = source
-        self.digest = hashlib.sha1(source.encode(), usedforsecurity=False).hexdigest()
-
-    def call(self, keys: Sequence[bytes], *arguments: bytes | str | int) -> Command:
-        return ("EVALSHA", self.digest, len(keys), *keys, *arguments)
-
-
 @dataclass(slots=True, eq=False)
 class Unit:
-    """Commands for one slot, sent together. `acknowledged`: followed by a WAIT for so many replicas."""
+    """Commands for one slot, sent together. acknowledged: followed by a WAIT for so many replicas. divisible: if the
+    slot is just being moved and its keys are on two nodes, say so (`divided`) instead of waiting for the end of it."""
 
     slot: int
     commands: list[Command]
     acknowledged: int = 0
+    divisible: bool = False
     replies: list[Any] = field(default_factory=list)
     problem: str = ""  # why there are no replies
     doubtful: bool = False  # it was sent before without an answer
     _asking: Node | None = None
     _sources: frozenset[str] = frozenset()  # scripts the node does not know
+
+    @property
+    def divided(self) -> bool:
+        return self.divisible and "TRYAGAIN" in self.problem
 
     @property
     def reply(self) -> Any:
@@ -109,7 +103,9 @@ class Cluster:
         while pending:
             again = self._round(pending, deadline)
             now = time.monotonic()
-            pending = [unit for unit in again if now < deadline and self._wait_for(unit) < deadline]
+            pending = [
+                unit for unit in again if now < deadline and self._wait_for(unit) < deadline and not unit.divided
+            ]
             if any(unit.problem for unit in pending):
                 time.sleep(max(0.0, min(pause_s, deadline - now)))
                 pause_s = min(2 * pause_s, limits.cluster_pause_s_max)
@@ -211,15 +207,21 @@ class Cluster:
                 known = list(self._nodes.values())
             asked = [node for node in known if node.retry_at <= now] or self._seeds
             answers = exchange(dict.fromkeys(asked, _MAP_QUESTION), deadline, enough=min(_MAP_ANSWERS, len(asked)))
-            maps = [
-                (_field(replies[0], b"cluster_state") == b"ok", int(_field(replies[0], b"cluster_current_epoch")), node)
-                for node, replies in answers.items()
-                if replies is not None and not any(isinstance(reply, ReplyError) for reply in replies)
-            ]
             self._refreshed_at = time.monotonic()
+            maps: list[tuple[bool, int, Node, list[Any]]] = []
+            problem = ""
+            for node, replies in answers.items():
+                errors = [reply for reply in replies or [] if isinstance(reply, ReplyError)]
+                if errors:
+                    problem = f"catalog: {node}: {errors[0]}"
+                elif replies is not None:
+                    info, slots = replies
+                    epoch = int(_field(info, b"cluster_current_epoch"))
+                    maps.append((_field(info, b"cluster_state") == b"ok", epoch, node, slots))
             if maps:
-                best = max(maps, key=lambda one: one[:2])[2]
-                self._adopt(best, (answers[best] or [])[1])
+                self._adopt(*max(maps, key=lambda one: one[:2])[2:])
+            elif problem:
+                raise CatalogError(problem)
         finally:
             self._refreshing.release()
 

@@ -13,6 +13,7 @@ Contract
 from __future__ import annotations
 
 import errno
+import hashlib
 import select
 import socket
 import threading
@@ -29,6 +30,17 @@ Address = tuple[str, int]
 Command = tuple[bytes | str | int, ...]
 ReplyError = libvalkey.ReplyError
 _RECEIVE_BYTES = 1 << 18
+
+
+class Script:
+    """A server-side script. Its keys must all be in the slot of its unit."""
+
+    def __init__(self, source: str):
+        self.source = source
+        self.digest = hashlib.sha1(source.encode(), usedforsecurity=False).hexdigest()
+
+    def call(self, keys: Sequence[bytes], *arguments: bytes | str | int) -> Command:
+        return ("EVALSHA", self.digest, len(keys), *keys, *arguments)
 
 
 class Link:

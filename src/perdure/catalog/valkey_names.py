@@ -19,7 +19,8 @@ from numpy.typing import NDArray
 
 from perdure import limits
 from perdure.catalog.api import KeyArray
-from perdure.catalog.valkey_cluster import SLOTS, Script, key_slot
+from perdure.catalog.valkey_cluster import SLOTS, key_slot
+from perdure.catalog.valkey_link import Script
 
 BLOCK, USAGE, EPOCHS, RECENCY, WHOLE, PUBLISHED = b"b", b"u", b"e", b"r", b"m", b"w"
 DOCUMENTS, DOCUMENT_ORDER, SEGMENTS, LEASES, LAST_TOKEN, PINS, RELEASED = b"d", b"o", b"s", b"l", b"t", b"p", b"x"
