@@ -1,6 +1,10 @@
 """Which catalog a store has: LMDB in its directory, or a Valkey Cluster that is named when it is opened.
 
-    perdure.open("DIR", catalog="valkey://h1,h2:7000,h3")        user and password: valkey://user:password@h1,...
+    perdure.open("DIR", catalog="valkey://h1,h2:7000,h3")
+    catalog="valkey://user:password@h1,h2?read_s=0.05&write_s=0.5&replicas=2"
+
+`read_s`: by then what could not be looked up is a miss; `write_s`: by then a change is acknowledged or refused;
+`replicas`: how many must have a change of the control store before it is acknowledged.
 
 Contract
 - The kind is written down when the store is made; opening it with another kind is refused, for it would look empty.
@@ -12,24 +16,25 @@ Contract
 from __future__ import annotations
 
 import shutil
-import time
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
-from urllib.parse import unquote
+from urllib.parse import parse_qsl, unquote
 
 from perdure import limits
 from perdure.catalog.api import BlockIndex, ControlStore
 from perdure.catalog.lmdb import LmdbIndex
 from perdure.catalog.lmdb_control import LmdbControl
 from perdure.clock import Clock
+from perdure.core import STORE_NAMESPACE
 from perdure.directory import Identity
 from perdure.errors import CatalogError, FormatError, InvalidArgument
+from perdure.options import refuse_unknown
 from perdure.waiting import Waiters
 
 _SCHEME = "valkey://"
 _PORT = 6379
 _STORE_BYTES = 12  # of the store's id, as the name of its keys in a cluster
-_DOCUMENT_OF_EVERY_STORE = ("store", b"capacity")
 
 
 class Catalogs(Protocol):
@@ -60,7 +65,7 @@ def kind_of(catalog: str | None) -> str:
     """ "lmdb" or "valkey"; InvalidArgument if it is neither."""
     if catalog is None:
         return "lmdb"
-    _seeds(catalog)
+    parse(catalog)
     return "valkey"
 
 
@@ -110,17 +115,21 @@ class InCluster:
             from perdure.catalog.valkey_wake import Watcher
         except ImportError as error:
             raise InvalidArgument(f"catalog={_SCHEME}...: {error}; install perdure[cluster]") from error
-        seeds, login = _seeds(catalog)
+        at = parse(catalog)
+
+        def cluster() -> Cluster:
+            return Cluster(at.seeds, user=at.user, password=at.password)
+
         store = identity.store[:_STORE_BYTES].encode()
         self._path, self._read_only = path, read_only
-        self._cluster = Cluster(seeds, **login)
-        self._index = ValkeyIndex(Cluster(seeds, **login), store, read_only=read_only)
-        self._control = ValkeyControl(Cluster(seeds, **login), store, read_only=read_only)
+        self._cluster = cluster()
+        self._index = ValkeyIndex(cluster(), store, read_s=at.read_s, write_s=at.write_s, read_only=read_only)
+        self._control = ValkeyControl(cluster(), store, replicas=at.replicas, wait_s=at.write_s, read_only=read_only)
         self._watcher_type = Watcher
         self._watcher: Watcher | None = None
 
     def control(self) -> ControlStore:
-        known = self._control.get(*_DOCUMENT_OF_EVERY_STORE) is not None
+        known = self._control.get(STORE_NAMESPACE, b"capacity") is not None
         if not known and any((self._path / "segments").glob("*/*.seg")):
             self.close()
             raise CatalogError(
@@ -141,8 +150,7 @@ class InCluster:
         self._index.clear()
 
     def clock(self, clock: Clock) -> Clock:
-        seconds = self._cluster.clock_s(time.monotonic() + limits.cluster_write_s_default)
-        return SharedClock(clock, seconds - clock.boottime())
+        return SharedClock(clock, self._control.clock_s() - clock.boottime())
 
     def watch(self, waiters: Waiters) -> None:
         channels = self._index.channels() | self._control.channels()
@@ -175,19 +183,49 @@ class SharedClock:
         return self._clock.boot_id()
 
 
-def _seeds(catalog: str) -> tuple[list[tuple[str, int]], dict[str, Any]]:
-    """The addresses in a URL, and user and password."""
+@dataclass(frozen=True, slots=True)
+class Address:
+    """What a catalog's URL says."""
+
+    seeds: list[tuple[str, int]]
+    user: str = ""
+    password: str = ""
+    read_s: float = limits.cluster_read_s_default
+    write_s: float = limits.cluster_write_s_default
+    replicas: int = 1
+
+
+def parse(catalog: str) -> Address:
+    """The parts of a URL. Raises InvalidArgument, UnknownOption."""
     if not isinstance(catalog, str) or not catalog.startswith(_SCHEME):
         hint = "; TLS to the cluster is not built yet" if str(catalog).startswith(("valkeys://", "rediss://")) else ""
         raise InvalidArgument(f"catalog={catalog!r}: '{_SCHEME}HOST[:PORT],...' is possible{hint}")
-    login, _, hosts = catalog.removeprefix(_SCHEME).rstrip("/").rpartition("@")
+    rest, _, query = catalog.removeprefix(_SCHEME).partition("?")
+    login, _, hosts = rest.rstrip("/").rpartition("@")
     user, _, password = login.partition(":")
-    seeds = []
-    for one in hosts.split(","):
-        host, colon, port = one.rpartition(":") if not one.endswith("]") else (one, "", "")
-        if not colon:
-            host, port = one, str(_PORT)
-        if not host.strip("[]") or not port.isdecimal() or not 0 < int(port) < 1 << 16:
-            raise InvalidArgument(f"catalog: {one!r} is not HOST or HOST:PORT; write '{_SCHEME}h1,h2:7000,h3'")
-        seeds.append((host.strip("[]"), int(port)))
-    return seeds, {"user": unquote(user), "password": unquote(password)}
+    options = _options(query)
+    seeds = [_seed(one) for one in hosts.split(",")]
+    return Address(seeds, unquote(user), unquote(password), **options)
+
+
+def _options(query: str) -> dict[str, Any]:
+    given = dict(parse_qsl(query, keep_blank_values=True))
+    refuse_unknown(given, ("read_s", "write_s", "replicas"), "catalog")
+    out: dict[str, Any] = {}
+    for name, text in given.items():
+        try:
+            out[name] = int(text) if name == "replicas" else float(text)
+        except ValueError:
+            out[name] = -1
+        if not (0 if name == "replicas" else limits.cluster_wait_grace_s) <= out[name] <= limits.cluster_call_s_max:
+            raise InvalidArgument(f"catalog: {name}={text!r}: seconds up to {limits.cluster_call_s_max}, or a number")
+    return out
+
+
+def _seed(text: str) -> tuple[str, int]:
+    host, colon, port = (text, "", "") if text.endswith("]") else text.rpartition(":")
+    if not colon:
+        host, port = text, str(_PORT)
+    if not host.strip("[]") or not port.isdecimal() or not 0 < int(port) < 1 << 16:
+        raise InvalidArgument(f"catalog: {text!r} is not HOST or HOST:PORT; write '{_SCHEME}h1,h2:7000,h3'")
+    return host.strip("[]"), int(port)

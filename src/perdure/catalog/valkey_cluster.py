@@ -31,6 +31,7 @@ from perdure.errors import CatalogError, CatalogUnavailable, StoreClosed
 SLOTS: Final = 16384
 _LATER = ("TRYAGAIN", "CLUSTERDOWN", "LOADING", "MASTERDOWN", "READONLY", "UNBLOCKED", "BUSY", "NOREPLICAS")
 _MAP_QUESTION: Final[list[Command]] = [("CLUSTER", "INFO"), ("CLUSTER", "SLOTS")]
+_ROUNDS_AT_ONCE = 3  # a redirection, a script in full; more is a cluster that has not made up its mind
 _MAP_ANSWERS = 2  # so many nodes are believed, the one with the higher epoch first
 
 
@@ -99,15 +100,18 @@ class Cluster:
     def run(self, units: Sequence[Unit], deadline: float) -> None:
         """Fill in each unit's `replies`, or its `problem`. `deadline` on the monotonic clock."""
         self.check_open()
-        pending, pause_s = list(units), limits.cluster_pause_s_min
+        pending, pause_s, rounds = list(units), limits.cluster_pause_s_min, 0
         while pending:
+            rounds += 1
             again = self._round(pending, deadline)
             now = time.monotonic()
             pending = [
                 unit for unit in again if now < deadline and self._wait_for(unit) < deadline and not unit.divided
             ]
-            if any(unit.problem for unit in pending):
-                time.sleep(max(0.0, min(pause_s, deadline - now)))
+            if rounds > _ROUNDS_AT_ONCE or any(unit.problem for unit in pending):
+                if now + pause_s >= deadline:
+                    return
+                time.sleep(pause_s)
                 pause_s = min(2 * pause_s, limits.cluster_pause_s_max)
 
     def _wait_for(self, unit: Unit) -> float:
@@ -165,9 +169,10 @@ class Cluster:
 
     def _settle(self, node: Node, unit: Unit, replies: list[Any]) -> None:
         unit._asking, unit.problem = None, ""  # noqa: SLF001
-        for reply, command in zip(replies, [*unit.commands, ("WAIT",)], strict=False):
+        for place, reply in enumerate(replies):
             if not isinstance(reply, ReplyError):
                 continue
+            unit.doubtful |= place > 0  # what came before was done
             kind, _, rest = str(reply).partition(" ")
             if kind in ("MOVED", "ASK"):
                 target = self._node(_address(rest.split(" ")[1], node.address[0]))
@@ -178,7 +183,7 @@ class Cluster:
                     self._refreshed_at = 0.0
                 return
             if kind == "NOSCRIPT":
-                unit._sources |= {str(command[1])}  # noqa: SLF001
+                unit._sources |= {str(unit.commands[place][1])}  # noqa: SLF001
                 return
             if kind in _LATER:
                 unit.problem = f"{node}: {reply}"
@@ -250,13 +255,6 @@ class Cluster:
     def doubt(self) -> None:
         """The map may be wrong."""
         self._refreshed_at = 0.0
-
-    def clock_s(self, deadline: float) -> float:
-        """Seconds since 1970 by a node of the cluster. Raises CatalogUnavailable."""
-        unit = Unit(0, [("TIME",)])
-        self.run([unit], deadline)
-        seconds, micros = replies_of([unit], "asking for the time")[0]
-        return int(seconds) + int(micros) / 1e6
 
     def close(self) -> None:
         """Idempotent. In a forked child nothing happens."""

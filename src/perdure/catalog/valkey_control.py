@@ -233,6 +233,11 @@ class ValkeyControl:
 
     # --- asking
 
+    def clock_s(self) -> float:
+        """Seconds since 1970 by one of the cluster's nodes."""
+        seconds, micros = self._ask(0, ("TIME",), "asking for the time")
+        return int(seconds) + int(micros) / 1e6
+
     def channels(self) -> dict[bytes, tuple[int, bool]]:
         """Where releases are told; see `valkey_wake.Channels`."""
         return {self._names.key(group, RELEASED): (slot, False) for group, slot in enumerate(self._names.slots)}

@@ -201,6 +201,7 @@ def exchange(
     """The replies of each node, None where they did not all come by `deadline` (monotonic). With `enough`, returns as
     soon as so many nodes have answered. A command may have been carried out though its answer is missing."""
     answers: dict[Node, list[Any] | None] = dict.fromkeys(asked)
+    patient = enough is None and deadline - time.monotonic() >= limits.cluster_judge_s_min
     links: dict[int, Link] = {}
     poll = select.poll()
     try:
@@ -229,7 +230,7 @@ def exchange(
     finally:
         for descriptor, link in list(links.items()):
             _drop(links, poll, descriptor)
-            if enough is None:
+            if patient:  # it had time to answer
                 link.node.failed()
                 link.node.drop_idle()
     return answers

@@ -21,6 +21,7 @@ import numpy as np
 from perdure import limits
 from perdure.catalog.valkey_cluster import Cluster
 from perdure.catalog.valkey_link import Link, Node
+from perdure.errors import CatalogError
 
 Channels = dict[bytes, tuple[int, bool]]
 """Name -> its slot, and whether its messages are fingerprints (else the scope of a lease)."""
@@ -71,8 +72,11 @@ class Watcher:
     def _run(self) -> None:
         deaf = True
         while not self._stop.is_set():
-            self._subscribe()
-            self._listen(limits.cluster_poll_s)
+            try:
+                self._subscribe()
+                self._listen(limits.cluster_poll_s)
+            except CatalogError:  # it does not let us in: whoever asks it is told
+                self._stop.wait(limits.cluster_poll_s)
             whole = len(self._heard) == len(self._channels)
             if deaf or not whole:
                 self._wake_all()
