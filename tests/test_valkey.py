@@ -253,6 +253,7 @@ def test_tokens_are_not_given_twice_though_a_failover_lost_them(own: Servers, co
     assert first.token < lost.token < later.token
 
 
+@pytest.mark.slow
 def test_all_servers_restarted(own: Servers, index: ValkeyIndex, control: ValkeyControl) -> None:
     keys, records = make_keys(300), make_records(300)
     publish(index, keys, records)
@@ -353,6 +354,7 @@ def test_a_slot_that_is_half_moved(own: Servers, index: ValkeyIndex) -> None:
     assert_holds(index, np.concatenate([keys, more]), np.concatenate([make_records(30), make_records(10)]))
 
 
+@pytest.mark.slow
 def test_no_acknowledged_increment_is_lost(own: Servers, control: ValkeyControl) -> None:
     """Counters by compare-and-set from several clients, each with a map of its own, while primaries are stopped and
     replaced, come back and are killed: what was acknowledged is counted, and nothing that nobody asked for."""
@@ -491,6 +493,7 @@ def test_a_lost_index_is_noticed(own: Servers, index: ValkeyIndex) -> None:
     assert len(index.recency()[0]) == 0
 
 
+@pytest.mark.slow
 def test_the_client_of_the_package_does_not_keep_deadlines(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Why the dispatch is ours: with a primary stopped, the package's client goes far beyond the deadline it was given.
     Printed, not asserted; when both numbers are near the deadline, ours can go."""

@@ -52,6 +52,7 @@ class TestSessions(SessionConformance):
         store.core.pool.drop_all()
 
 
+@pytest.mark.slow
 def test_a_cluster_that_goes_away_and_comes_back(tmp_path: Path) -> None:
     with (
         servers(tmp_path / "valkey") as own,
