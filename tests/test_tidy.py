@@ -52,6 +52,7 @@ LAYERS = [
         "prefetch",
         "admission",
         "catalogs",
+        "advice",
         "core",
         "directory",
         "encoding",
@@ -70,7 +71,7 @@ LAYERS = [
     },
     {"service", "observe", "engines", "planner"},
     {"testing", "benchmarks", "demo"},
-    {"cli", "cli_service", "cli_sessions", "__main__"},
+    {"cli", "cli_engine", "cli_service", "cli_sessions", "__main__"},
 ]
 FACADE_LAYER_MIN = 4  # what lies below must not import `perdure` itself, which imports the store
 
@@ -80,6 +81,7 @@ PUBLIC = (
     "perdure.__main__",
     "perdure.engines.",
     "perdure.testing.",
+    "perdure.benchmarks.engines_lmcache",
     "perdure.catalog.memory",
     "perdure.catalog.faulty",
     "perdure.io.faulty",
