@@ -217,7 +217,7 @@ def _options(query: str) -> dict[str, Any]:
             out[name] = int(text) if name == "replicas" else float(text)
         except ValueError:
             out[name] = -1
-        if not (0 if name == "replicas" else limits.cluster_wait_grace_s) <= out[name] <= limits.cluster_call_s_max:
+        if not (0 if name == "replicas" else limits.cluster_judge_s_min) <= out[name] <= limits.cluster_call_s_max:
             raise InvalidArgument(f"catalog: {name}={text!r}: seconds up to {limits.cluster_call_s_max}, or a number")
     return out
 

@@ -42,8 +42,9 @@ def key_slot(tag: bytes) -> int:
 
 @dataclass(slots=True, eq=False)
 class Unit:
-    """Commands for one slot, sent together. acknowledged: followed by a WAIT for so many replicas. divisible: if the
-    slot is just being moved and its keys are on two nodes, say so (`divided`) instead of waiting for the end of it."""
+    """Commands for one slot, sent together. acknowledged: so many replicas are waited for (`replies` ends with how many
+    have it). divisible: if the slot is just being moved and its keys are on two nodes, say so (`divided`) instead of
+    waiting for the end of it."""
 
     slot: int
     commands: list[Command]
@@ -149,9 +150,10 @@ class Cluster:
                 if command[0] == "EVALSHA" and command[1] in unit._sources:  # noqa: SLF001
                     command = ("EVAL", self._scripts[str(command[1])], *command[2:])
                 out.append(command)
-            if unit.acknowledged:
-                left_s = deadline - time.monotonic() - limits.cluster_wait_grace_s
-                out.append(("WAIT", unit.acknowledged, max(1, int(left_s * 1000))))
+        wanted = max(unit.acknowledged for unit in batch)
+        if wanted:  # one WAIT for all of them: it covers what the connection has sent before
+            left_s = (deadline - time.monotonic()) * limits.cluster_wait_ratio
+            out.append(("WAIT", wanted, max(1, int(left_s * 1000))))
         return out
 
     def _take(self, node: Node, batch: list[Unit], replies: list[Any] | None) -> None:
@@ -163,9 +165,9 @@ class Cluster:
         at = 0
         for unit in batch:
             at += unit._asking is not None  # noqa: SLF001
-            count = len(unit.commands) + bool(unit.acknowledged)
-            self._settle(node, unit, replies[at : at + count])
-            at += count
+            mine = replies[at : at + len(unit.commands)]
+            at += len(mine)
+            self._settle(node, unit, mine + replies[-1:] if unit.acknowledged else mine)
 
     def _settle(self, node: Node, unit: Unit, replies: list[Any]) -> None:
         unit._asking, unit.problem = None, ""  # noqa: SLF001
