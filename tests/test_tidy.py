@@ -51,6 +51,7 @@ LAYERS = [
         "manifest",
         "prefetch",
         "admission",
+        "catalogs",
         "advice",
         "core",
         "directory",

@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from perdure.catalog.api import Lease as Lease
     from perdure.errors import BufferMismatch as BufferMismatch
     from perdure.errors import CatalogError as CatalogError
+    from perdure.errors import CatalogUnavailable as CatalogUnavailable
     from perdure.errors import FormatError as FormatError
     from perdure.errors import InvalidArgument as InvalidArgument
     from perdure.errors import PerdureError as PerdureError
@@ -58,9 +59,9 @@ _HOME = {
     "admission": ("AdmissionPrices", "AdmissionRequest", "ValueAdmission"),
     "catalog.api": ("Durability", "Lease"),
     "errors": (
-        "BufferMismatch", "CatalogError", "FormatError", "InvalidArgument", "PerdureError", "ProtocolError",
-        "ReadOnlyStore", "ServiceBusy", "ServiceUnavailable", "StaleFence", "StoreClosed", "StoreLocked",
-        "StorePathError", "UnknownOption",
+        "BufferMismatch", "CatalogError", "CatalogUnavailable", "FormatError", "InvalidArgument", "PerdureError",
+        "ProtocolError", "ReadOnlyStore", "ServiceBusy", "ServiceUnavailable", "StaleFence", "StoreClosed",
+        "StoreLocked", "StorePathError", "UnknownOption",
     ),
     "io.memory": ("aligned_buffer",),
     "keys": ("KVLayout",),

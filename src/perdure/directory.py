@@ -35,10 +35,11 @@ class Identity:
 
     store: str
     created_s: int
+    catalog: str = "lmdb"  # kind, see `perdure.catalogs`
 
 
-def prepare(path: Path, *, create: bool, clock: Clock) -> Identity:
-    """Check a directory, making it a store if it is missing or empty and `create` is set.
+def prepare(path: Path, *, create: bool, clock: Clock, catalog: str = "lmdb") -> Identity:
+    """Check a directory, making it a store (with that kind of catalog) if it is missing or empty and `create` is set.
 
     Raises StorePathError (missing, not a directory, not writable) or FormatError (something else lies there, or newer).
     """
@@ -54,12 +55,10 @@ def prepare(path: Path, *, create: bool, clock: Clock) -> Identity:
             _refuse_foreign(path, create)
             identity = Identity(secrets.token_hex(16), int(clock.wall()))
             _write_secret(path)
-            _write_new(
-                mark,
-                json.dumps(
-                    {"format": limits.format_version, "store": identity.store, "created_s": identity.created_s}
-                ).encode(),
-            )
+            content = {"format": limits.format_version, "store": identity.store, "created_s": identity.created_s}
+            if catalog != identity.catalog:
+                content["catalog"] = catalog
+            _write_new(mark, json.dumps(content).encode())
         return _read_mark(mark)
     except PermissionError as error:
         raise StorePathError(f"{path}: {error.strerror} ({error.filename}); check owner and mode") from error
@@ -81,7 +80,8 @@ def _refuse_foreign(path: Path, create: bool) -> None:
 def _read_mark(mark: Path) -> Identity:
     try:
         content: Any = json.loads(mark.read_text())
-        version, identity = int(content["format"]), Identity(str(content["store"]), int(content["created_s"]))
+        version = int(content["format"])
+        identity = Identity(str(content["store"]), int(content["created_s"]), str(content.get("catalog", "lmdb")))
     except (ValueError, KeyError, TypeError) as error:
         raise FormatError(f"{mark}: damaged or not written by Perdure ({error})") from error
     if version > limits.format_version:

@@ -55,6 +55,11 @@ class CatalogError(PerdureError):
     """The catalog could not carry out the operation (full, I/O error, damaged); nothing was changed."""
 
 
+class CatalogUnavailable(CatalogError):
+    """Part of the catalog's cluster did not answer, or was not replicated, within the call's time. Of a change it is
+    unknown whether it happened: read it again."""
+
+
 class ServiceUnavailable(PerdureError):
     """No service answers at the address, or it ended and did not come back within the call's deadline."""
 

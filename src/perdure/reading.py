@@ -21,7 +21,7 @@ from perdure import limits
 from perdure.buffers import Parts, copy_parts
 from perdure.catalog.api import RECORD, Durability, KeyArray, as_keys, fingerprints
 from perdure.core import Core
-from perdure.errors import CatalogError
+from perdure.errors import CatalogError, CatalogUnavailable
 from perdure.keys import key_list
 from perdure.reports import ReadReport
 from perdure.segments.landing import BlockStatus, Plan, Row
@@ -58,6 +58,14 @@ def leading(core: Core, keys: KeyArray) -> int:
 
 def _catalog_prefix(core: Core, keys: KeyArray, known: int) -> int:
     """Continue a prefix in the catalog: the presence index has not been filled yet, or keeps only the hot part."""
+    try:
+        return _asked_prefix(core, keys, known)
+    except CatalogUnavailable:  # a hint that cannot be asked is a miss
+        core.counters.add(catalog_errors=1)
+        return known
+
+
+def _asked_prefix(core: Core, keys: KeyArray, known: int) -> int:
     if not core.pending and not core.table.any_expiring:
         return known + core.index.prefix(keys[known:])
     step = limits.lookup_gallop_first_blocks
@@ -73,7 +81,11 @@ def _catalog_prefix(core: Core, keys: KeyArray, known: int) -> int:
 
 def present_mask(core: Core, keys: KeyArray) -> NDArray[np.bool_]:
     """Which blocks are stored and not expired, per key."""
-    present, records = core.locate(keys)
+    try:
+        present, records = core.locate(keys)
+    except CatalogUnavailable:
+        core.counters.add(catalog_errors=1)
+        return np.zeros(len(keys), np.bool_)
     return core.alive(present, records)
 
 

@@ -30,8 +30,7 @@ from numpy.typing import ArrayLike
 from perdure import directory, inspect, limits, session_admin
 from perdure.admission import Admission, Admissions, check
 from perdure.catalog.api import BlockIndex, ControlStore
-from perdure.catalog.lmdb import LmdbIndex
-from perdure.catalog.lmdb_control import LmdbControl
+from perdure.catalogs import Catalogs, kind_of, open_catalogs
 from perdure.clock import Clock, SteadyWall, SystemClock
 from perdure.core import INDEX_LOST_KEY, STORE_NAMESPACE, Core, Incidents, Pins
 from perdure.errors import CatalogError, InvalidArgument, ReadOnlyStore, StoreClosed, StorePathError
@@ -62,7 +61,7 @@ _CAPACITY_DEFAULT = "20GiB"
 _CALL_THREADS = 4
 _INDEX_BYTES_PER_PAGE = 0.1  # address space for the index: capacity in pages times this, generously
 _FILL_WAIT_S = 30.0
-_OPTIONS = ("capacity", "memory", "read_only", "mirror", "admission", "codec", "seams")
+_OPTIONS = ("capacity", "memory", "read_only", "mirror", "admission", "codec", "catalog", "seams")
 
 
 @dataclass(slots=True)
@@ -90,6 +89,7 @@ class Store:
         mirror: str | os.PathLike[str] | None,
         admission: Admission,
         codec: str,
+        catalog: str | None,
         seams: Seams,
         drop_index: bool = False,
     ):
@@ -98,7 +98,7 @@ class Store:
         self._closed: str | None = None
         self._spaces: dict[bytes, Keyspace] = {}
         memory_bytes = parse_size(memory, "memory")
-        identity = directory.prepare(self.path, create=not read_only, clock=seams.clock)
+        identity = directory.prepare(self.path, create=not read_only, clock=seams.clock, catalog=kind_of(catalog))
         with contextlib.ExitStack() as undo:
             self._lock = None
             if not read_only:
@@ -109,7 +109,10 @@ class Store:
                         f"{self.path}: cannot be written ({error}); check owner, mode, mount"
                     ) from error
                 undo.callback(self._lock.close)
+            self._catalogs = open_catalogs(catalog, self.path, identity, read_only=read_only)
+            undo.callback(self._catalogs.close)
             self._core = self._assemble(identity, capacity, memory_bytes, read_only, mirror, seams, drop_index, undo)
+            self._catalogs.watch(self._core.waiters)
             undo.pop_all()
         self._prefetcher = Prefetcher(self._core)
         self._core.sessions = Sessions(self._core, self._check, self._prefetcher)
@@ -130,14 +133,14 @@ class Store:
         drop_index: bool,
         undo: contextlib.ExitStack,
     ) -> Core:
-        path, clock = self.path, seams.clock
+        path, clock = self.path, self._catalogs.clock(seams.clock)
         secret = directory.root_secret(path)
-        control = seams.control(LmdbControl(path / "control", read_only=read_only))
+        control = seams.control(self._catalogs.control())
         undo.callback(control.close)
         capacity_bytes = _capacity(control, capacity, read_only)
-        index_lost = _index_lost(control, path / "index", drop_index, read_only)
+        index_lost = _index_lost(control, self._catalogs, drop_index, read_only)
         map_bytes = int(capacity_bytes * _INDEX_BYTES_PER_PAGE) + 64 * limits.MIB
-        index = seams.index(LmdbIndex(path / "index", map_bytes=map_bytes, read_only=read_only))
+        index = seams.index(self._catalogs.index(map_bytes))
         undo.callback(index.close)
         owner = secrets.token_bytes(limits.id_bytes)
         if not read_only:
@@ -271,7 +274,7 @@ class Store:
         with contextlib.ExitStack() as steps:  # run in reverse order, each even if another fails
             if self._lock is not None:
                 steps.callback(self._lock.close)
-            for part in (core.pool, core.control, core.index, core.engine, core.segments, core.reader):
+            for part in (core.pool, core.control, core.index, self._catalogs, core.engine, core.segments, core.reader):
                 steps.callback(part.close)
             steps.callback(core.workers.shutdown)
             if not core.read_only:
@@ -313,6 +316,7 @@ def open(path: str | os.PathLike[str], **options: Any) -> Store:  # noqa: A001 (
     mirror: second directory, for `retained` durability.
     admission: which blocks are worth storing: "always", "never", "value" (by expected value, learned; `ValueAdmission`
     with other prices), or a function (`AdmissionRequest` -> mask). codec: default of keyspaces ("auto", "on", "off").
+    catalog: "valkey://h1,h2,h3" for a Valkey Cluster in place of LMDB in the directory; see `perdure.catalogs`.
     seams: clock, files, engine and catalog wrappers, for tests and benchmarks.
 
     Raises StorePathError, FormatError, StoreLocked, CatalogError, InvalidArgument, UnknownOption.
@@ -321,16 +325,21 @@ def open(path: str | os.PathLike[str], **options: Any) -> Store:  # noqa: A001 (
     check(options.get("admission"))
     chosen: Mapping[str, Any] = {
         "capacity": None, "memory": "256MiB", "read_only": False, "mirror": None, "admission": "always",
-        "codec": "auto",
+        "codec": "auto", "catalog": None,
     } | options  # fmt: skip
     return Store(path, **{"seams": Seams(), **chosen})
 
 
-def rebuild(path: str | os.PathLike[str], progress: Callable[[int, int], None] | None = None) -> dict[str, Any]:
+def rebuild(
+    path: str | os.PathLike[str],
+    progress: Callable[[int, int], None] | None = None,
+    *,
+    catalog: str | None = None,
+) -> dict[str, Any]:
     """Recreate the block index from the segments. The store must not be open. Returns its status afterwards."""
     store = Store(
-        path, capacity=None, memory=0, read_only=False, mirror=None, admission="always", codec="auto", seams=Seams(),
-        drop_index=True,
+        path, capacity=None, memory=0, read_only=False, mirror=None, admission="always", codec="auto", catalog=catalog,
+        seams=Seams(), drop_index=True,
     )  # fmt: skip
     with store:
         while not store.wait_ready(0.1):
@@ -362,15 +371,15 @@ def _capacity(control: ControlStore, capacity: int | str | None, read_only: bool
     return value
 
 
-def _index_lost(control: ControlStore, path: Path, drop: bool, read_only: bool) -> bool:
+def _index_lost(control: ControlStore, catalogs: Catalogs, drop: bool, read_only: bool) -> bool:
     """Whether the block index has to be rebuilt. Remembered until that is done: a process that dies meanwhile leaves an
     index that looks whole and is not."""
     marked = control.get(STORE_NAMESPACE, INDEX_LOST_KEY)
-    lost = marked is not None or drop or (not (path / "data.mdb").exists() and bool(control.segments()))
+    lost = marked is not None or drop or (not catalogs.index_is_whole() and bool(control.segments()))
     if lost and not read_only:
         control.compare_and_set(STORE_NAMESPACE, INDEX_LOST_KEY, marked, b"rebuilding")
         if drop:
-            shutil.rmtree(path, ignore_errors=True)
+            catalogs.drop_index()
     return lost
 
 

@@ -5,10 +5,13 @@ Contract
   costs misses, never a wrong block, because every record on storage describes itself and readers verify it.
 - **Control store**: segments, fences, leases, pins, tenants, small documents. Fully synced before a call returns, never
   rebuilt from data.
-- All calls are thread-safe. A call either happens completely or raises `CatalogError` and changes nothing.
+- All calls are thread-safe. A call either happens completely or raises `CatalogError` and changes nothing. In a catalog
+  on several machines this holds for each group of keys that it keeps together, and `CatalogUnavailable` leaves open
+  what happened: read again. Repeating a call is harmless in every catalog.
 - The two halves are separate databases, so no transaction spans both. Publish order is: data durable, then index.
 
-Implementations: `catalog.lmdb` (embedded, one machine), `catalog.memory` (tests, and the model of the truth).
+Implementations: `catalog.lmdb` (embedded, one machine), `catalog.valkey` (many hosts), `catalog.memory` (tests, and the
+model of the truth).
 The public conformance suite is `perdure.testing.catalog`.
 """
 
@@ -133,7 +136,7 @@ class BlockIndex(Protocol):
         admit: Callable[[], None] | None = None,
         sync: bool = True,
     ) -> NDArray[np.uint8]:
-        """One transaction: insert-if-absent for the whole batch, usage updated exactly; returns PublishResult per key.
+        """One transaction (or one per group): insert-if-absent, usage updated exactly; returns PublishResult per key.
 
         A present record counts as EXISTS only if its durability, retention and tenant_epoch are each >= the new one's,
         it has not expired at `now_s`, it expires no earlier than the new one (0 = never = latest), and its segment is

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 import struct
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Final, cast
 
 import numpy as np
@@ -24,6 +24,7 @@ from perdure.catalog.api import (
     KeyArray,
     Lease,
     Pin,
+    PublishResult,
     RecordArray,
     SegmentRecord,
     SegmentState,
@@ -128,6 +129,31 @@ def satisfies(present: RecordArray, wanted: RecordArray, now_s: int) -> NDArray[
     for field in ("durability", "retention", "tenant_epoch"):
         good &= present[field] >= wanted[field]
     return good
+
+
+def decide(
+    wanted: list[bytes],
+    present: list[bytes | None],
+    records: RecordArray,
+    now_s: int,
+    is_draining: Callable[[bytes], bool],
+) -> tuple[NDArray[np.uint8], RecordArray]:
+    """Of a publish: PublishResult per key, and the present records that are to be replaced."""
+    results = np.full(len(wanted), PublishResult.INSERTED, np.uint8)
+    there = [at for at, value in enumerate(present) if value is not None]
+    old = records_from([value for value in present if value is not None])
+    if there:
+        segments = old["segment"].tolist()
+        draining = {segment: is_draining(segment) for segment in set(segments)}
+        good = satisfies(old, records[there], now_s)
+        good &= ~np.fromiter(map(draining.__getitem__, segments), np.bool_, len(segments))
+        results[there] = np.where(good, PublishResult.EXISTS, PublishResult.REPLACED)
+    if len(set(wanted)) < len(wanted):  # of equal keys the first decides
+        firsts = {key: at for at, key in reversed(list(enumerate(wanted)))}
+        later = np.ones(len(wanted), np.bool_)
+        later[list(firsts.values())] = False
+        results[later] = PublishResult.EXISTS
+    return results, old[results[there] == PublishResult.REPLACED]
 
 
 def totals(records: RecordArray) -> Iterator[tuple[bytes, tuple[int, int, int]]]:

@@ -118,7 +118,7 @@ class LmdbIndex:
             if admit is not None:
                 admit()
             present: list[bytes | None] = list(map(txn.get, wanted))
-            results, replaced = _decide(wanted, present, records, now_s, is_draining)
+            results, replaced = codec.decide(wanted, present, records, now_s, is_draining)
             writing = np.flatnonzero(results != _EXISTS)
             if len(writing) == 0:
                 return results
@@ -249,31 +249,6 @@ def _put(txn: Transaction, items: list[tuple[bytes, bytes]]) -> None:
     consumed, _ = txn.cursor().putmulti(sorted(items))
     if consumed != len(items):
         raise CatalogError(f"{consumed} of {len(items)} entries were written; nothing was changed")
-
-
-def _decide(
-    wanted: list[bytes],
-    present: list[bytes | None],
-    records: RecordArray,
-    now_s: int,
-    is_draining: Callable[[bytes], bool],
-) -> tuple[NDArray[np.uint8], RecordArray]:
-    """PublishResult per key, and the present records that are to be replaced."""
-    results = np.full(len(wanted), PublishResult.INSERTED, np.uint8)
-    there = [at for at, value in enumerate(present) if value is not None]
-    old = codec.records_from([value for value in present if value is not None])
-    if there:
-        segments = old["segment"].tolist()
-        draining = {segment: is_draining(segment) for segment in set(segments)}
-        good = codec.satisfies(old, records[there], now_s)
-        good &= ~np.fromiter(map(draining.__getitem__, segments), np.bool_, len(segments))
-        results[there] = np.where(good, PublishResult.EXISTS, PublishResult.REPLACED)
-    if len(set(wanted)) < len(wanted):  # of equal keys the first decides
-        firsts = {key: at for at, key in reversed(list(enumerate(wanted)))}
-        later = np.ones(len(wanted), np.bool_)
-        later[list(firsts.values())] = False
-        results[later] = PublishResult.EXISTS
-    return results, old[results[there] == PublishResult.REPLACED]
 
 
 def _sorted_shares(entries: Iterator[tuple[KeyArray, RecordArray]]) -> Iterator[tuple[list[bytes], RecordArray]]:

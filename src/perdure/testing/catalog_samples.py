@@ -19,6 +19,35 @@ SEGMENT, OTHER_SEGMENT = b"segment-00000001", b"segment-00000002"
 TENANT, OTHER_TENANT = b"tenant-000000001", b"tenant-000000002"
 INSERTED, EXISTS, REPLACED = PublishResult.INSERTED, PublishResult.EXISTS, PublishResult.REPLACED
 
+# What a present record is worth against a new one: (present, new, draining?, expected). Unnamed fields are equal.
+WORTH: list[tuple[dict[str, int], dict[str, int], bool, PublishResult]] = [
+    ({}, {}, False, EXISTS),
+    ({}, {}, True, REPLACED),
+    ({"durability": 1}, {"durability": 0}, False, EXISTS),
+    ({"durability": 0}, {"durability": 1}, False, REPLACED),
+    ({"durability": 2}, {"durability": 2}, False, EXISTS),
+    ({"durability": 2}, {"durability": 2}, True, REPLACED),
+    ({"retention": 9}, {"retention": 8}, False, EXISTS),
+    ({"retention": 8}, {"retention": 9}, False, REPLACED),
+    ({"tenant_epoch": 4}, {"tenant_epoch": 3}, False, EXISTS),
+    ({"tenant_epoch": 3}, {"tenant_epoch": 4}, False, REPLACED),
+    ({"expires_s": 0}, {"expires_s": NOW_S + 9}, False, EXISTS),
+    ({"expires_s": NOW_S + 9}, {"expires_s": 0}, False, REPLACED),
+    ({"expires_s": NOW_S + 9}, {"expires_s": NOW_S + 9}, False, EXISTS),
+    ({"expires_s": NOW_S + 9}, {"expires_s": NOW_S + 8}, False, EXISTS),
+    ({"expires_s": NOW_S + 9}, {"expires_s": NOW_S + 10}, False, REPLACED),
+    ({"expires_s": NOW_S + 1}, {"expires_s": NOW_S - 5}, False, EXISTS),
+    ({"expires_s": NOW_S}, {"expires_s": NOW_S - 5}, False, REPLACED),
+    ({"expires_s": NOW_S - 1}, {"expires_s": NOW_S - 5}, False, REPLACED),
+    ({"expires_s": 2**32 - 1}, {"expires_s": 0}, False, REPLACED),
+    ({"durability": 2, "retention": 8}, {"durability": 1, "retention": 9}, False, REPLACED),
+    ({"durability": 2, "tenant_epoch": 1}, {"durability": 1, "tenant_epoch": 2}, False, REPLACED),
+    ({"durability": 1, "expires_s": 0}, {"durability": 2, "expires_s": NOW_S + 9}, False, REPLACED),
+    ({"stored_bytes": 1}, {"stored_bytes": 2}, False, EXISTS),
+    ({"created_s": 1}, {"created_s": 2}, False, EXISTS),
+    ({"codec": 0}, {"codec": 1}, False, EXISTS),
+]
+
 
 def make_keys(count: int, seed: int = 0) -> KeyArray:
     """`count` different keys, the same for the same seed."""
