@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from perdure import cli_service, cli_sessions
+from perdure import cli_audit, cli_service, cli_sessions
 
 if TYPE_CHECKING:
     from perdure.benchmarks.harness import Report
@@ -237,7 +237,7 @@ def demo(directory: Path, as_json: bool) -> None:
     sys.exit(demonstration.run(directory, json=as_json))
 
 
-for _command in (*cli_service.COMMANDS, cli_sessions.sessions):
+for _command in (*cli_service.COMMANDS, cli_sessions.sessions, cli_audit.audit):
     main.add_command(_command)
 
 

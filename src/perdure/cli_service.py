@@ -31,6 +31,7 @@ _FLAGS = (  # option, metavar, help; the key is the option's name. Values are ch
     ("--mirror", "DIR", "Second directory, for retained blocks."),
     ("--codec", "MODE", "Lossless compression: auto, on, off."),
     ("--admission", "MODE", "Which blocks are stored: always, never, value (reuse against wear)."),
+    ("--audit", "MODE", "Audit log: auto (as last time, at first off), off, on, reads (every read by message)."),
     ("--cpus", "LIST", "CPUs the service may use, for example 0-3,7."),
     ("--nice", "NUMBER", "Scheduling priority, -20 to 19."),
     ("--log-level", "LEVEL", "debug, info, warning or error."),

@@ -155,6 +155,12 @@ corrupt_window_s: Final = 60.0
 corrupt_removals_per_window_max: Final = 32
 corrupt_segments_per_window_max: Final = 4
 
+# --- audit ----------------------------------------------------------------------------------------------------
+audit_checkpoint_s: Final = 1.0  # what was appended since is not signed yet
+audit_checkpoint_records: Final = 10_000
+audit_file_bytes: Final = 64 * MIB  # then it is closed, digested, and another one begun
+audit_reserve_bytes: Final = 1 * MIB  # disk space kept ahead of the log, so that a full disk shows before an operation
+
 # --- operation ------------------------------------------------------------------------------------------------
 drain_s_max: Final = 3600.0
 service_clients_entries_max: Final = 65_536

@@ -35,6 +35,7 @@ from perdure.catalog.lmdb_control import LmdbControl
 from perdure.clock import Clock, SteadyWall, SystemClock
 from perdure.core import INDEX_LOST_KEY, STORE_NAMESPACE, Core, Incidents, Pins
 from perdure.errors import CatalogError, InvalidArgument, ReadOnlyStore, StoreClosed, StorePathError
+from perdure.governance.audit import Event, open_log
 from perdure.io.aio import default_engine
 from perdure.io.api import Engine, Files
 from perdure.io.files import PosixFiles
@@ -62,7 +63,7 @@ _CAPACITY_DEFAULT = "20GiB"
 _CALL_THREADS = 4
 _INDEX_BYTES_PER_PAGE = 0.1  # address space for the index: capacity in pages times this, generously
 _FILL_WAIT_S = 30.0
-_OPTIONS = ("capacity", "memory", "read_only", "mirror", "admission", "codec", "seams")
+_OPTIONS = ("capacity", "memory", "read_only", "mirror", "admission", "codec", "audit", "seams")
 
 
 @dataclass(slots=True)
@@ -91,6 +92,7 @@ class Store:
         admission: Admission,
         codec: str,
         seams: Seams,
+        audit: str | bool = "auto",
         drop_index: bool = False,
     ):
         self.path = Path(path)
@@ -110,6 +112,8 @@ class Store:
                     ) from error
                 undo.callback(self._lock.close)
             self._core = self._assemble(identity, capacity, memory_bytes, read_only, mirror, seams, drop_index, undo)
+            if not read_only:
+                self._core.audit = open_log(self.path, identity.store, self._core.root_secret, seams.clock.wall, audit)
             undo.pop_all()
         self._prefetcher = Prefetcher(self._core)
         self._core.sessions = Sessions(self._core, self._check, self._prefetcher)
@@ -220,7 +224,15 @@ class Store:
         self._check()
         if self._core.read_only and verb not in ("list", "show"):
             raise ReadOnlyStore(f"{self.path} was opened read-only; open it without read_only=True")
-        return session_admin.administer(self._core, verb, fields)
+        audit = self._core.audit if verb in ("release", "expire") else None
+        if audit is not None:
+            audit.guard()
+        told = session_admin.administer(self._core, verb, fields)
+        if audit is not None:
+            audit.append(
+                Event("admin", detail=f"sessions {verb}", tenant=str(fields.get("tenant") or "")), durable=True
+            )
+        return told
 
     def status(self) -> dict[str, Any]:
         """What is stored, what it takes, how the store and its host are. JSON-able; sizes in bytes."""
@@ -228,6 +240,7 @@ class Store:
         answer = inspect.status(self._core)
         answer["codecs"] = {digest.hex(): space.codec.reason for digest, space in self._spaces.items()}
         answer["admission"] = self._admissions.status()
+        answer["audit"] = None if self._core.audit is None else self._core.audit.status()
         answer["background"] = {"ready": self._keeper.ready.is_set(), "last_error": self._keeper.last_error}
         return answer
 
@@ -271,6 +284,9 @@ class Store:
         with contextlib.ExitStack() as steps:  # run in reverse order, each even if another fails
             if self._lock is not None:
                 steps.callback(self._lock.close)
+            if core.audit is not None:
+                steps.callback(core.audit.close)
+                steps.callback(core.audit.note, Event("close"))
             for part in (core.pool, core.control, core.index, core.engine, core.segments, core.reader):
                 steps.callback(part.close)
             steps.callback(core.workers.shutdown)
@@ -313,6 +329,8 @@ def open(path: str | os.PathLike[str], **options: Any) -> Store:  # noqa: A001 (
     mirror: second directory, for `retained` durability.
     admission: which blocks are worth storing: "always", "never", "value" (by expected value, learned; `ValueAdmission`
     with other prices), or a function (`AdmissionRequest` -> mask). codec: default of keyspaces ("auto", "on", "off").
+    audit: "on": keep an audit log in DIR/audit; "reads": and let no engine read memory unseen; "off"; "auto": as last
+    time, at first off.
     seams: clock, files, engine and catalog wrappers, for tests and benchmarks.
 
     Raises StorePathError, FormatError, StoreLocked, CatalogError, InvalidArgument, UnknownOption.
@@ -321,7 +339,7 @@ def open(path: str | os.PathLike[str], **options: Any) -> Store:  # noqa: A001 (
     check(options.get("admission"))
     chosen: Mapping[str, Any] = {
         "capacity": None, "memory": "256MiB", "read_only": False, "mirror": None, "admission": "always",
-        "codec": "auto",
+        "codec": "auto", "audit": "auto",
     } | options  # fmt: skip
     return Store(path, **{"seams": Seams(), **chosen})
 
