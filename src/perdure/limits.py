@@ -161,6 +161,10 @@ audit_checkpoint_records: Final = 10_000
 audit_file_bytes: Final = 64 * MIB  # then it is closed, digested, and another one begun
 audit_reserve_bytes: Final = 1 * MIB  # disk space kept ahead of the log, so that a full disk shows before an operation
 
+# --- keys -----------------------------------------------------------------------------------------------------
+key_lease_s: Final = 300.0  # an unwrapped key is used so long without asking its key service again
+key_service_s: Final = 5.0
+
 # --- operation ------------------------------------------------------------------------------------------------
 drain_s_max: Final = 3600.0
 service_clients_entries_max: Final = 65_536
