@@ -164,6 +164,7 @@ audit_reserve_bytes: Final = 1 * MIB  # disk space kept ahead of the log, so tha
 # --- keys -----------------------------------------------------------------------------------------------------
 key_lease_s: Final = 300.0  # an unwrapped key is used so long without asking its key service again
 key_service_s: Final = 5.0
+key_retry_s: Final = 1.0  # a key service that did not answer is left alone so long
 
 # --- operation ------------------------------------------------------------------------------------------------
 drain_s_max: Final = 3600.0

@@ -32,9 +32,9 @@ if TYPE_CHECKING:
 
 # As plain integers: an attribute of an enum costs as much as a checksum of 4 KiB.
 _FOUND, _MISSING = int(BlockStatus.FOUND), int(BlockStatus.MISSING)
-_SEGMENT, _TENANT, _OFFSET, _STORED, _BLOCK_BYTES, _EXPIRES, _DURABILITY = map(
+_SEGMENT, _TENANT, _OFFSET, _STORED, _BLOCK_BYTES, _EXPIRES, _DURABILITY, _CIPHER = map(
     (RECORD.names or ()).index,
-    ("segment", "tenant", "offset", "stored_bytes", "block_bytes", "expires_s", "durability"),
+    ("segment", "tenant", "offset", "stored_bytes", "block_bytes", "expires_s", "durability", "cipher"),
 )
 
 
@@ -253,7 +253,8 @@ def _quarantine(core: Core, plan: Plan) -> list[int]:
             # Expected, not signs of a bad disk: the segment was given up, or a power cut took what was never fsynced.
             given_up = owner is None and _is_gone(core, row[_SEGMENT])
             cut = row[_DURABILITY] == Durability.EPHEMERAL and owner is not None and owner.boot_id != boot_id
-            lost = (given_up or cut) and not unread
+            shredded = row[_CIPHER] and core.segments.keys and core.segments.keys.gone(row[_TENANT], row[_SEGMENT])
+            lost = (given_up or cut or bool(shredded)) and not unread
             if lost:
                 plan.statuses[place] = BlockStatus.MISSING
             elif not core.health.may_remove(row[_SEGMENT]) and not unread:

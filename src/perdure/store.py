@@ -36,6 +36,7 @@ from perdure.clock import Clock, SteadyWall, SystemClock
 from perdure.core import INDEX_LOST_KEY, STORE_NAMESPACE, Core, Incidents, Pins
 from perdure.errors import CatalogError, InvalidArgument, ReadOnlyStore, StoreClosed, StorePathError
 from perdure.governance.audit import Event, open_log
+from perdure.governance.keystore import open_keystore
 from perdure.io.aio import default_engine
 from perdure.io.api import Engine, Files
 from perdure.io.files import PosixFiles
@@ -63,7 +64,7 @@ _CAPACITY_DEFAULT = "20GiB"
 _CALL_THREADS = 4
 _INDEX_BYTES_PER_PAGE = 0.1  # address space for the index: capacity in pages times this, generously
 _FILL_WAIT_S = 30.0
-_OPTIONS = ("capacity", "memory", "read_only", "mirror", "admission", "codec", "audit", "seams")
+_OPTIONS = ("capacity", "memory", "read_only", "mirror", "admission", "codec", "audit", "encryption", "kek", "seams")
 
 
 @dataclass(slots=True)
@@ -93,10 +94,12 @@ class Store:
         codec: str,
         seams: Seams,
         audit: str | bool = "auto",
+        encryption: str = "off",
+        kek: str = "",
         drop_index: bool = False,
     ):
         self.path = Path(path)
-        self._codec = codec
+        self._codec, self._encryption, self._kek = codec, encryption, kek
         self._closed: str | None = None
         self._spaces: dict[bytes, Keyspace] = {}
         memory_bytes = parse_size(memory, "memory")
@@ -154,7 +157,10 @@ class Store:
             if not read_only:
                 Path(mirror).mkdir(mode=0o700, parents=True, exist_ok=True)
             roots.append(seams.files(str(mirror)))
-        segments, table = SegmentStore(roots, secret), SegmentTable(control)
+        keys, table = open_keystore(path, secret, self._encryption, self._kek), SegmentTable(control)
+        segments = SegmentStore(roots, secret, keys)
+        if not read_only:
+            keys.sweep(lambda segment: table.get(segment) is not None)
         undo.callback(segments.close)
         engine, scratch, pool = seams.engine(), Scratch(), seams.pool(memory_bytes)
         undo.callback(engine.close)
@@ -331,6 +337,8 @@ def open(path: str | os.PathLike[str], **options: Any) -> Store:  # noqa: A001 (
     with other prices), or a function (`AdmissionRequest` -> mask). codec: default of keyspaces ("auto", "on", "off").
     audit: "on": keep an audit log in DIR/audit; "reads": and let no engine read memory unseen; "off"; "auto": as last
     time, at first off.
+    encryption: of new segments: "on", "off", "tenants:NAME,NAME". kek: what wraps their keys: "" (a file in
+    DIR/keystore), "file:PATH", "vault:URL#KEY".
     seams: clock, files, engine and catalog wrappers, for tests and benchmarks.
 
     Raises StorePathError, FormatError, StoreLocked, CatalogError, InvalidArgument, UnknownOption.
@@ -339,7 +347,7 @@ def open(path: str | os.PathLike[str], **options: Any) -> Store:  # noqa: A001 (
     check(options.get("admission"))
     chosen: Mapping[str, Any] = {
         "capacity": None, "memory": "256MiB", "read_only": False, "mirror": None, "admission": "always",
-        "codec": "auto", "audit": "auto",
+        "codec": "auto", "audit": "auto", "encryption": "off", "kek": "",
     } | options  # fmt: skip
     return Store(path, **{"seams": Seams(), **chosen})
 

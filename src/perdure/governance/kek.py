@@ -4,8 +4,8 @@
 Vault's transit engine (`pip install perdure[vault]`), which never gives them away.
 
 Contract
-- What was wrapped says which version of the key it needs; old versions stay until `retire`, so a rotation may be cut off
-  anywhere and be repeated.
+- What was wrapped says which version of the key it needs; old versions stay until `retire`, so a rotation may be cut
+  off anywhere and be repeated.
 - Raises KeyUnavailable: missing, slow (bounded by `limits.key_service_s`), refused, or another key than before.
 """
 
@@ -63,14 +63,13 @@ class Kek(Protocol):
 class FileKek:
     """A JSON file: {"newest": id, "keys": {id: hex}}; made at the first time if `create`."""
 
-    def __init__(self, path: Path, *, create: bool = True):
+    def __init__(self, path: Path, *, create: bool):
         self._path = path
         if not path.exists():
             if not create:
                 raise KeyUnavailable(f"{path}: missing; restore it, without it no encrypted block can be read")
             path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-            self._write({}, "")
-            self.rotate()
+            self._add({})
         self._read()
 
     def _read(self) -> tuple[dict[str, str], str]:
@@ -104,7 +103,9 @@ class FileKek:
         return wrapped.partition(b":")[0].decode(errors="replace") == self._read()[1]
 
     def rotate(self) -> None:
-        keys = self._read()[0] if self._path.stat().st_size > len('{"newest": "", "keys": {}}') else {}
+        self._add(self._read()[0])
+
+    def _add(self, keys: dict[str, str]) -> None:
         name = secrets.token_hex(8)
         self._write(keys | {name: secrets.token_hex(KEY_BYTES)}, name)
 
@@ -129,7 +130,7 @@ class VaultKek:
     def _ask(self, verb: str, **fields: Any) -> Any:
         try:
             return getattr(self._transit, verb)(name=self._name, mount_point=self._mount, **fields)
-        except Exception as error:  # noqa: BLE001 (the client raises those of its HTTP library too)
+        except Exception as error:  # those of its HTTP library too
             raise KeyUnavailable(f"key service: {verb} of {self._name}: {type(error).__name__}: {error}") from error
 
     def wrap(self, key: bytes, context: bytes) -> bytes:
@@ -157,13 +158,15 @@ class VaultKek:
         self._ask("update_key_configuration", min_decryption_version=newest, min_encryption_version=newest)
 
 
-def kek_of(text: str, default: Path) -> Kek:
-    """From a setting: "" (a file in the store's keystore), "file:PATH", "vault:URL#KEY". Raises ConfigError."""
+def kek_of(text: str, folder: Path) -> Kek:
+    """From a setting: "" (a file in the keystore's folder), "file:PATH", "vault:URL#KEY". A file is made only for a
+    keystore that has no keys yet. Raises ConfigError, KeyUnavailable."""
+    create = not (folder / "tenants").exists()
     kind, _, rest = text.partition(":")
     if not text:
-        return FileKek(default)
+        return FileKek(folder / "kek.json", create=create)
     if kind == "file" and rest:
-        return FileKek(Path(rest))
+        return FileKek(Path(rest), create=create)
     url, _, name = rest.rpartition("#")
     if kind == "vault" and url and name:
         return VaultKek(url, name)

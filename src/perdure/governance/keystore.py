@@ -5,13 +5,14 @@
     DIR/keystore/segments/<xx>/<segment>   wrapped by the tenant's key; .gone: destroyed
 
 Contract
-- A key is durable before the first byte that it protects is written, and is written once. The folder is small, and is to
-  be left out of snapshots and backups that outlive an erasure.
+- A key is durable before the first byte that it protects is written, and is written once. The folder is small, and is
+  to be left out of snapshots and backups that outlive an erasure.
 - Random keys, never derived: a destroyed one is gone for everybody. Destroying overwrites, syncs, unlinks and leaves a
   mark, first; on flash the old bytes may survive the overwriting, wrapped.
 - `key id` = HMAC of the key: a file with another key in it is found, and a ciphertext is bound to one key.
 - Unwrapped tenant keys are trusted for `limits.key_lease_s`, then asked for again: a KEK that is gone denies everything
-  soon, one that is slow costs `limits.key_service_s`. Raises KeyUnavailable, KeyDestroyed; thread-safe.
+  soon, one that is slow costs `limits.key_service_s`, once in `limits.key_retry_s`.
+- Raises KeyUnavailable, KeyDestroyed; thread-safe.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ import os
 import secrets
 import threading
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
@@ -29,10 +30,10 @@ from typing import Final
 from cryptography.hazmat.primitives.ciphers.aead import AESGCM
 
 from perdure import limits
-from perdure.errors import KeyDestroyed, KeyUnavailable
+from perdure.errors import InvalidArgument, KeyDestroyed, KeyUnavailable
 from perdure.governance.audit_files import sync_folder, write_new
-from perdure.governance.kek import KEY_BYTES, Kek, seal, unseal
-from perdure.keys import derive
+from perdure.governance.kek import KEY_BYTES, Kek, kek_of, seal, unseal
+from perdure.keys import derive, tenant_id, tenant_secret
 
 _GONE: Final = ".gone"
 _TENANT: Final = b"perdure/1/tenant-key\0"
@@ -54,11 +55,20 @@ def key_id(key: bytes) -> bytes:
 class Keystore:
     """`kek` is called when the first key is needed: a store without encrypted segments asks nobody."""
 
-    def __init__(self, folder: Path, kek: Callable[[], Kek], monotonic: Callable[[], float] = time.monotonic):
+    def __init__(
+        self,
+        folder: Path,
+        kek: Callable[[], Kek],
+        encrypts: Callable[[bytes], bool] = lambda tenant: True,
+        monotonic: Callable[[], float] = time.monotonic,
+    ):
+        """encrypts: whether new segments of a tenant (by its id) are encrypted."""
+        self.encrypts = encrypts
         self._folder, self._make_kek, self._monotonic = folder, kek, monotonic
         self._kek: Kek | None = None
         self._tenants: dict[bytes, tuple[bytes, float]] = {}  # key, trusted until
         self._segments: dict[bytes, tuple[bytes, SegmentKey]] = {}  # tenant, key
+        self._refused: dict[bytes, tuple[KeyUnavailable, float]] = {}  # until when nobody is asked again
         self._lock = threading.RLock()
 
     # --- use
@@ -101,6 +111,20 @@ class Keystore:
         if known is not None and self._monotonic() < known[1]:
             return known[0]
         self._forget(tenant)
+        refusal = self._refused.get(tenant)
+        if refusal is not None and self._monotonic() < refusal[1]:
+            raise KeyUnavailable(str(refusal[0]))
+        try:
+            key = self._asked(tenant, create)
+        except KeyDestroyed:
+            raise
+        except KeyUnavailable as error:
+            self._refused[tenant] = (error, self._monotonic() + limits.key_retry_s)
+            raise
+        self._tenants[tenant] = (key, self._monotonic() + limits.key_lease_s)
+        return key
+
+    def _asked(self, tenant: bytes, create: bool) -> bytes:
         path = self._of_tenant(tenant)
         kek = self._kek = self._kek or self._make_kek()
         if create and not path.exists() and not _gone(path).exists():
@@ -109,10 +133,8 @@ class Keystore:
                 self._write(path, kek.wrap(key, _TENANT + tenant))
             except OSError as error:
                 raise KeyUnavailable(f"{path}: cannot be written ({error})") from error
-        else:
-            key = kek.unwrap(self._read(path), _TENANT + tenant)
-        self._tenants[tenant] = (key, self._monotonic() + limits.key_lease_s)
-        return key
+            return key
+        return kek.unwrap(self._read(path), _TENANT + tenant)
 
     def _forget(self, tenant: bytes) -> None:
         self._tenants.pop(tenant, None)
@@ -143,14 +165,12 @@ class Keystore:
             _destroy(path, mark=False)
             _gone(path).unlink(missing_ok=True)
 
-    def sweep(self, alive: Iterable[bytes]) -> int:
+    def sweep(self, alive: Callable[[bytes], bool]) -> int:
         """Drop the keys of segments that do not exist (a process died between the two); how many."""
-        names = {segment.hex() for segment in alive}
-        orphans = [
-            path for path in self._folder.glob("segments/*/*") if path.stem not in names and len(path.stem) == 32
-        ]
-        for path in orphans:
-            self.drop(bytes.fromhex(path.stem))
+        stems = {path.stem for path in self._folder.glob("segments/*/*") if len(path.stem) == 2 * limits.id_bytes}
+        orphans = [segment for segment in map(bytes.fromhex, stems) if not alive(segment)]
+        for segment in orphans:
+            self.drop(segment)
         return len(orphans)
 
     # --- the KEK
@@ -215,3 +235,16 @@ def _destroy(path: Path, *, mark: bool) -> None:
             os.close(descriptor)
         path.unlink()
         sync_folder(path.parent)
+
+
+def open_keystore(directory: Path, root_secret: bytes, encryption: str = "off", kek: str = "") -> Keystore:
+    """The keys of a store. encryption: "on", "off" or "tenants:NAME,NAME"; kek: see `kek_of`.
+
+    Raises InvalidArgument."""
+    names = [one for one in encryption.removeprefix("tenants:").split(",") if one]
+    if encryption not in ("on", "off") and not (encryption.startswith("tenants:") and names):
+        raise InvalidArgument(f"encryption={encryption!r}: must be on, off or tenants:NAME,NAME")
+    everyone = encryption == "on"
+    ids = set() if encryption in ("on", "off") else {tenant_id(tenant_secret(root_secret, name)) for name in names}
+    folder = directory / "keystore"
+    return Keystore(folder, lambda: kek_of(kek, folder), lambda tenant: everyone or tenant in ids)
