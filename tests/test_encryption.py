@@ -11,10 +11,13 @@ from typing import Any
 
 import numpy as np
 import pytest
+from click.testing import CliRunner
 
 import perdure
 from perdure import Store, limits
+from perdure.cli import main
 from perdure.errors import ConfigError, InvalidArgument, KeyDestroyed, KeyUnavailable
+from perdure.governance import audit_look
 from perdure.governance.kek import FileKek, Kek, VaultKek, kek_of
 from perdure.governance.keystore import Keystore
 from perdure.keys import tenant_id, tenant_secret
@@ -385,6 +388,19 @@ def test_copies_forward_are_encrypted_anew_and_dropped_segments_take_their_key_a
         names = {record.segment.hex() for record in store.core.table.all()}
         assert {path.name for path in (tmp_path / "keystore/segments").rglob("*") if path.is_file()} == names
         assert store.verify()["ok"]
+
+
+def test_rotation_by_command_is_recorded(tmp_path: Path) -> None:
+    with perdure.open(tmp_path, encryption="on", audit="on", memory=0) as store:
+        keys = chain(keyspace(store), 1, 3)
+        write(keyspace(store), keys)
+    before = stored_bytes(tmp_path)
+    done = CliRunner().invoke(main, ["keys", "rotate", str(tmp_path)])
+    assert (done.exit_code, done.output) == (0, "1 tenants' keys are wrapped by a new key; the old one is destroyed\n")
+    assert stored_bytes(tmp_path) == before
+    assert "key-rotate" in [event.op for _, event in audit_look.records(tmp_path / "audit")]
+    with perdure.open(tmp_path, memory=0) as store:
+        assert read(keyspace(store), keys) == [FOUND] * 3
 
 
 def test_the_index_can_be_rebuilt(tmp_path: Path) -> None:

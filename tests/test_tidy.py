@@ -69,7 +69,7 @@ LAYERS = [
     },
     {"service", "observe", "engines", "planner"},
     {"testing", "benchmarks", "demo"},
-    {"cli", "cli_service", "cli_sessions", "cli_audit", "__main__"},
+    {"cli", "cli_service", "cli_sessions", "cli_audit", "cli_keys", "__main__"},
 ]
 FACADE_LAYER_MIN = 4  # what lies below must not import `perdure` itself, which imports the store
 

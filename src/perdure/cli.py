@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from perdure import cli_audit, cli_service, cli_sessions
+from perdure import cli_audit, cli_keys, cli_service, cli_sessions
 
 if TYPE_CHECKING:
     from perdure.benchmarks.harness import Report
@@ -227,6 +227,16 @@ def bench_sessions(directory: Path, quick: bool, as_json: bool, traces: Path | N
     _print_report(sessions.run(directory, quick=quick, json=as_json, traces=traces), as_json)
 
 
+@bench.command("governance")
+@_bench_options
+def bench_governance(directory: Path, quick: bool, as_json: bool) -> None:
+    """What encryption and the audit log cost, beside the same work without them."""
+    from perdure.benchmarks import governance
+
+    directory.mkdir(parents=True, exist_ok=True)
+    _print_report(governance.run(directory, quick=quick, json=as_json), as_json)
+
+
 @main.command()
 @click.argument("directory", metavar="DIR", type=_DIRECTORY)
 @_JSON
@@ -237,7 +247,7 @@ def demo(directory: Path, as_json: bool) -> None:
     sys.exit(demonstration.run(directory, json=as_json))
 
 
-for _command in (*cli_service.COMMANDS, cli_sessions.sessions, cli_audit.audit):
+for _command in (*cli_service.COMMANDS, cli_sessions.sessions, cli_audit.audit, cli_keys.keys):
     main.add_command(_command)
 
 

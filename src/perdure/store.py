@@ -36,7 +36,7 @@ from perdure.clock import Clock, SteadyWall, SystemClock
 from perdure.core import INDEX_LOST_KEY, STORE_NAMESPACE, Core, Incidents, Pins
 from perdure.errors import CatalogError, InvalidArgument, ReadOnlyStore, StoreClosed, StorePathError
 from perdure.governance.audit import Event, open_log
-from perdure.governance.keystore import open_keystore
+from perdure.governance.keystore import open_keystore, rotate
 from perdure.io.aio import default_engine
 from perdure.io.api import Engine, Files
 from perdure.io.files import PosixFiles
@@ -224,6 +224,13 @@ class Store:
         """All sessions that are not over, of one tenant if named. JSON-able; times in seconds since 1970."""
         self._check()
         return session_admin.every(self._core, tenant)
+
+    def rotate_kek(self) -> int:
+        """A new key-encryption key, recorded; see `Keystore.rotate`. Raises KeyUnavailable, AuditUnavailable."""
+        self._check()
+        if self._core.read_only or self._core.segments.keys is None:
+            raise ReadOnlyStore(f"{self.path} was opened read-only; open it without read_only=True")
+        return rotate(self._core.segments.keys, self._core.audit)
 
     def session_admin(self, verb: str, fields: dict[str, Any]) -> dict[str, Any]:
         """What `perdure sessions` asks; see `session_admin.administer`."""

@@ -31,6 +31,7 @@ from cryptography.hazmat.primitives.ciphers.aead import AESGCM
 
 from perdure import limits
 from perdure.errors import InvalidArgument, KeyDestroyed, KeyUnavailable
+from perdure.governance.audit import AuditLog, Event
 from perdure.governance.audit_files import sync_folder, write_new
 from perdure.governance.kek import KEY_BYTES, Kek, kek_of, seal, unseal
 from perdure.keys import derive, tenant_id, tenant_secret
@@ -235,6 +236,16 @@ def _destroy(path: Path, *, mark: bool) -> None:
             os.close(descriptor)
         path.unlink()
         sync_folder(path.parent)
+
+
+def rotate(keys: Keystore, audit: AuditLog | None) -> int:
+    """`keys.rotate`, recorded. Raises KeyUnavailable, AuditUnavailable."""
+    if audit is not None:
+        audit.guard()
+    count = keys.rotate()
+    if audit is not None:
+        audit.append(Event("key-rotate", counts={"tenants": count}), durable=True)
+    return count
 
 
 def open_keystore(directory: Path, root_secret: bytes, encryption: str = "off", kek: str = "") -> Keystore:

@@ -82,6 +82,7 @@ def run(
         store = stores.open(
             data, capacity=settings.capacity, memory=settings.memory, mirror=settings.mirror, codec=settings.codec,
             admission=settings.admission, audit=settings.audit,
+            encryption=settings.encryption, kek=settings.kek,
             seams=stores.Seams(pool=lambda nbytes: shared_pool(nbytes, huge=settings.hugepages)),
         )  # fmt: skip
         with contextlib.ExitStack() as started:
