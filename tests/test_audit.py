@@ -19,6 +19,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from click.testing import CliRunner
+from support.served import serving, tcp_address
 
 import perdure
 from perdure import limits
@@ -463,3 +464,41 @@ def test_messages_name_all_their_blocks(tmp_path: Path) -> None:
         one, other = (log.message("read", space, part) for part in (keys, np.ascontiguousarray(keys[[0, 0, 2]])))
         assert (one.first, one.last) == (other.first, other.last)
         assert one.all != other.all
+
+
+@pytest.mark.parametrize("mode", ["on", "reads"])
+def test_what_a_service_records(tmp_path: Path, mode: str) -> None:
+    """On behalf of whom; and in mode "reads" every read, because no memory is mapped."""
+    with serving(tmp_path, listen=("127.0.0.1", 0), audit=mode) as (_, server):
+        with perdure.connect(tmp_path, name="engine") as client:
+            space = keyspace(client)
+            keys = chain(space, 1, 4)
+            assert write(space, keys) == [STORED] * 4
+            for _ in range(3):
+                assert read(space, keys) == [FOUND] * 4
+        with perdure.connect(tcp_address(server), name="far") as client:
+            assert read(keyspace(client), keys) == [FOUND] * 4
+    events = [event for _, event in audit_look.records(tmp_path / "audit")]
+    (put,) = [event for event in events if event.op == "put"]
+    assert put.who == f"unix pid {os.getpid()} engine"
+    reads = [event.who for event in events if event.op == "read"]
+    assert any(who.startswith("127.0.0.1:") for who in reads)
+    grants = [event.tenant for event in events if event.op == "grant-map"]
+    if mode == "reads":
+        assert (reads.count(put.who), grants) == (3, [])
+    else:
+        assert set(grants) == {"acme"}
+    assert audit_look.verify(tmp_path / "audit").ok
+
+
+def test_a_service_refuses_writes_without_a_log(tmp_path: Path) -> None:
+    with serving(tmp_path) as (store, _), perdure.connect(tmp_path) as client:
+        space = keyspace(client)
+        with closing(Full(tmp_path / "audit", audit_files.signer_of(tmp_path, STORE), SECRET)) as log:
+            store.core.audit = log
+            log.full = True
+            with pytest.raises(AuditUnavailable):
+                write(space, chain(space, 1, 1))
+            log.full = False
+            assert write(space, chain(space, 2, 1)) == [STORED]
+            store.core.audit = None
