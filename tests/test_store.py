@@ -16,11 +16,13 @@ from hypothesis import HealthCheck, Phase, settings
 
 import perdure
 from perdure import Durability, Keyspace, Seams, StaleFence, Store, limits
+from perdure.advice import advise
 from perdure.catalog.faulty import FailCalls, FaultyIndex
 from perdure.clock import FakeClock
 from perdure.io.api import Files
 from perdure.io.files import PosixFiles
 from perdure.io.siblings import FaultWhile, FaultyFiles, NthFault, ThrottledFiles
+from perdure.rates import Rates
 from perdure.segments.format import record_bytes
 from perdure.testing.flight import FlightConformance
 from perdure.testing.model import StoreMachine, tally
@@ -336,6 +338,48 @@ def test_advice_follows_what_was_measured(reopen: Callable[..., Store]) -> None:
     for wrong in (0, -1.0, float("nan")):
         with pytest.raises(perdure.InvalidArgument):
             space.advise(keys, prefill_tokens_per_s=wrong)
+
+
+def advice_on(in_memory: str, rates: Rates, tokens_per_s: float, deadline_s: float | None = None) -> int:
+    """`in_memory`: "m" or "d" per block of 1 MB and 100 tokens."""
+    held = np.array([one == "m" for one in in_memory], bool)
+    return advise(
+        held, rates, block_bytes=10**6, block_tokens=100, prefill_tokens_per_s=tokens_per_s, deadline_s=deadline_s
+    ).blocks
+
+
+def test_advice_by_tier_queue_and_deadline() -> None:
+    rates = Rates()
+    assert advice_on("mmdd", rates, 1e9) == 4  # nothing is known
+    rates.memory_read.add(10**9, 1.0)  # 1 ms a block
+    assert advice_on("mmdd", rates, 1e4) == 4  # 10 ms to compute a block; the disk is not known
+    rates.disk_read.add(10**8, 1.0)  # 10 ms a block
+    assert advice_on("mmdd", rates, 0.9e4) == 4
+    assert advice_on("mmdd", rates, 1.1e4) == 2  # what is in memory, the disk is slower than computing
+    assert advice_on("dmmm", rates, 1.1e4) == 4  # over one slow block to three fast ones
+    assert advice_on("dmmm", rates, 1e9) == 0
+    rates.reading(5 * 10**6)  # 50 ms of the disk's time are promised
+    assert advice_on("mmdd", rates, 0.9e4) == 2
+    assert advice_on("mm" + "d" * 98, rates, 0.5e4) == 100  # worth the wait: it is long
+    assert advice_on("mm" + "d" * 98, rates, 0.5e4, deadline_s=0.2) == 16  # 2 + 50 + 14 x 10 ms
+    assert advice_on("mm" + "d" * 98, rates, 0.5e4, deadline_s=0.0015) == 1
+    assert advice_on("mm" + "d" * 98, rates, 0.5e4, deadline_s=0.0) == 0
+    assert advice_on("", rates, 1.0) == 0
+
+
+def test_the_disk_is_measured_over_all_who_read() -> None:
+    rates = Rates()
+    for _ in range(3):
+        rates.reading(100)
+    assert rates.reading_bytes == 300
+    rates.read(100, 100)
+    rates.read(100, 50)
+    assert not rates.disk_read.calls  # others still read: no sample yet
+    rates.read(100, 0)
+    assert (rates.reading_bytes, rates.disk_read.calls) == (0, 1)
+    rates.reading(100)
+    rates.read(100, 0)  # nothing came: nothing is learned
+    assert rates.disk_read.calls == 1
 
 
 # --- 19: fences

@@ -51,6 +51,7 @@ LAYERS = [
         "manifest",
         "prefetch",
         "admission",
+        "advice",
         "core",
         "directory",
         "encoding",
@@ -69,7 +70,7 @@ LAYERS = [
     },
     {"service", "observe", "engines", "planner"},
     {"testing", "benchmarks", "demo"},
-    {"cli", "cli_service", "cli_sessions", "cli_audit", "cli_keys", "__main__"},
+    {"cli", "cli_audit", "cli_engine", "cli_keys", "cli_service", "cli_sessions", "__main__"},
 ]
 FACADE_LAYER_MIN = 4  # what lies below must not import `perdure` itself, which imports the store
 
@@ -79,6 +80,7 @@ PUBLIC = (
     "perdure.__main__",
     "perdure.engines.",
     "perdure.testing.",
+    "perdure.benchmarks.engines_lmcache",
     "perdure.catalog.memory",
     "perdure.catalog.faulty",
     "perdure.io.faulty",

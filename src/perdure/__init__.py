@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from perdure.admission import AdmissionPrices as AdmissionPrices
     from perdure.admission import AdmissionRequest as AdmissionRequest
     from perdure.admission import ValueAdmission as ValueAdmission
+    from perdure.advice import Advice as Advice
     from perdure.catalog.api import Durability as Durability
     from perdure.catalog.api import Lease as Lease
     from perdure.errors import BufferMismatch as BufferMismatch
@@ -39,7 +40,6 @@ if TYPE_CHECKING:
     from perdure.errors import UnknownOption as UnknownOption
     from perdure.io.memory import aligned_buffer as aligned_buffer
     from perdure.keys import KVLayout as KVLayout
-    from perdure.keyspace import Advice as Advice
     from perdure.keyspace import Keyspace as Keyspace
     from perdure.reports import ReadReport as ReadReport
     from perdure.reports import WriteReport as WriteReport
@@ -64,7 +64,8 @@ _HOME = {
     ),
     "io.memory": ("aligned_buffer",),
     "keys": ("KVLayout",),
-    "keyspace": ("Advice", "Keyspace"),
+    "advice": ("Advice",),
+    "keyspace": ("Keyspace",),
     "reports": ("ReadReport", "WriteReport", "WriteStatus"),
     "service.client": ("RemoteStore", "connect"),
     "segments.landing": ("BlockStatus",),

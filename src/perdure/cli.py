@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from perdure import cli_audit, cli_keys, cli_service, cli_sessions
+from perdure import cli_audit, cli_engine, cli_keys, cli_service, cli_sessions
 
 if TYPE_CHECKING:
     from perdure.benchmarks.harness import Report
@@ -237,6 +237,26 @@ def bench_governance(directory: Path, quick: bool, as_json: bool) -> None:
     _print_report(governance.run(directory, quick=quick, json=as_json), as_json)
 
 
+@bench.command("engines")
+@_bench_options
+@click.option("--section", "sections", multiple=True, help="Only this section; may be repeated.")
+def bench_engines(directory: Path, quick: bool, as_json: bool, sections: tuple[str, ...]) -> None:
+    """Time to the first token through vLLM: restores beside its own prefix hit, what storing costs, its fs tier."""
+    from perdure.benchmarks import engines
+    from perdure.demo.scenes import default_model_cache
+    from perdure.errors import InvalidArgument
+
+    for name in sections:
+        if name not in engines.SECTIONS:
+            raise InvalidArgument(f"--section {name}: one of {', '.join(engines.SECTIONS)}")
+    directory.mkdir(parents=True, exist_ok=True)
+    report = engines.run(
+        directory, model_cache=default_model_cache(), quick=quick, json=as_json, sections=sections or engines.SECTIONS,
+        cache_dir=directory / "environments",
+    )  # fmt: skip
+    _print_report(report, as_json)
+
+
 @main.command()
 @click.argument("directory", metavar="DIR", type=_DIRECTORY)
 @_JSON
@@ -247,7 +267,19 @@ def demo(directory: Path, as_json: bool) -> None:
     sys.exit(demonstration.run(directory, json=as_json))
 
 
-for _command in (*cli_service.COMMANDS, cli_sessions.sessions, cli_audit.audit, cli_keys.keys):
+@main.command("demo-vllm")
+@click.argument("directory", metavar="DIR", type=_DIRECTORY)
+@click.option("--setup-s", type=float, hidden=True, help="What making the environment took.")
+@_JSON
+def demo_vllm(directory: Path, setup_s: float | None, as_json: bool) -> None:
+    """Two vLLM servers on one service: kill one in mid-conversation, go on with the other; leaves a store in DIR."""
+    from perdure import demo as demonstration
+
+    sys.exit(demonstration.run_vllm(directory, json=as_json, setup_s=setup_s))
+
+
+_GROUPS = (cli_sessions.sessions, cli_engine.engine, cli_engine.engine_check, cli_audit.audit, cli_keys.keys)
+for _command in (*cli_service.COMMANDS, *_GROUPS):
     main.add_command(_command)
 
 

@@ -10,7 +10,6 @@ import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass
 from numbers import Integral, Real
 from typing import Any
 
@@ -20,6 +19,7 @@ from numpy.typing import ArrayLike, NDArray
 from perdure import flight, limits, reading, writing
 from perdure import keys as naming
 from perdure.admission import Admissions
+from perdure.advice import Advice, advise
 from perdure.buffers import as_blocks
 from perdure.catalog.api import Durability, KeyArray, Lease, fingerprints
 from perdure.core import Core
@@ -29,16 +29,6 @@ from perdure.reports import ReadReport, WriteReport
 from perdure.segments.format import record_bytes
 from perdure.session import Scope, SessionVerbs
 from perdure.writing import Terms
-
-
-@dataclass(frozen=True, slots=True)
-class Advice:
-    """Whether loading beats recomputing. blocks: leading blocks worth loading; reason: the numbers behind it."""
-
-    blocks: int
-    load_s: float
-    recompute_s: float
-    reason: str
 
 
 class PinHandle:
@@ -115,24 +105,25 @@ class Keyspace(SessionVerbs):
         self._check()
         return reading.present_mask(self._core, naming.check_keys(keys))
 
-    def advise(self, keys: KeyArray | Sequence[bytes], *, prefill_tokens_per_s: float) -> Advice:
-        """How many leading blocks are worth loading, from the rates measured so far in this process.
+    def advise(
+        self, keys: KeyArray | Sequence[bytes], *, prefill_tokens_per_s: float, deadline_s: float | None = None
+    ) -> Advice:
+        """How many leading blocks are worth loading, from the rates measured so far in this process, where the blocks
+        are and what the disk has to do before.
 
-        prefill_tokens_per_s: what the engine computes. Before the first read nothing is known, and loading is advised.
+        prefill_tokens_per_s: what the engine computes. deadline_s: advise only what is there by then. Before the first
+        read nothing is known, and loading is advised.
         """
         check_seconds(prefill_tokens_per_s, "prefill_tokens_per_s", math.inf)
+        limit = seconds_of(deadline_s)
         self.admission.advised(prefill_tokens_per_s)
-        found, rate = self.lookup(keys), self._core.rates.disk_read
-        recompute = found * self.layout.block_tokens / prefill_tokens_per_s
-        if not rate.calls:
-            return Advice(found, 0.0, recompute, "no read has been measured yet")
-        load = found * self.layout.block_bytes / rate.bytes_per_s
-        better = load < recompute
-        reason = (
-            f"loading {found} blocks at {rate.bytes_per_s / 1e6:.0f} MB/s takes {load:.3f} s, "
-            f"computing them at {prefill_tokens_per_s:.0f} tokens/s {recompute:.3f} s"
-        )
-        return Advice(found if better else 0, load, recompute, reason)
+        array = naming.check_keys(keys)
+        core = self._core
+        there = array[: self.lookup(array)]
+        return advise(
+            np.array(core.pool.holds(there), bool), core.rates, block_bytes=self.layout.block_bytes,
+            block_tokens=self.layout.block_tokens, prefill_tokens_per_s=prefill_tokens_per_s, deadline_s=limit,
+        )  # fmt: skip
 
     # --- moving blocks
     def read(

@@ -86,7 +86,7 @@ admission_half_life_s: Final = 3600.0
 admission_age_s_max: Final = 2**14  # 4.5 h: older is never; p99 of the gap is 1,710 s (chat)
 
 # --- service --------------------------------------------------------------------------------------------------
-wire_version: Final = 2
+wire_version: Final = 3
 message_bytes_max: Final = 128 * KIB  # of one datagram; longer batches are cut by the client
 message_keys_max: Final = 2048
 message_extents_max: Final = 4096  # parts of registered memory in one message, 16 bytes each
@@ -176,6 +176,11 @@ metrics_threads_max: Final = 8
 probe_period_s: Final = 10.0
 probe_late_s: Final = 5.0  # a put and get that take longer than this are not ready
 probe_ttl_s: Final = 60.0
+
+# --- KV events ------------------------------------------------------------------------------------------------
+events_known_entries_max: Final = 262_144  # blocks that were told and can be told as removed: 50 MB
+events_replay_entries_max: Final = 10_000  # batches, as in vLLM
+events_waiting_entries_max: Final = 10_000
 
 
 def _check(condition: bool, relation: str) -> None:

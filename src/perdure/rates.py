@@ -1,6 +1,7 @@
 """Measured rates of the tiers: what load-or-recompute and the choice of a codec are based on.
 
-A rate is bytes per second of whole calls, smoothed over the last ones; nothing is assumed before it was measured.
+A rate is bytes per second of whole calls, smoothed over the last ones; nothing is assumed before it was measured. Reads
+from the disk share it: theirs is what all of them got together while any was under way.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from perdure.io.api import Engine, Files, IOClass, Request
 from perdure.io.memory import Scratch
 
 _SMOOTHING = 0.2
+_SAMPLE_S = 0.05
 PROBE_PATH = "probe.tmp"
 _PROBE_BYTES = 16 * limits.MIB
 _PROBE_IO_BYTES = 2 * limits.MIB
@@ -38,7 +40,26 @@ class Rates:
     def __init__(self) -> None:
         self.disk_read, self.memory_read, self.disk_write = Rate(), Rate(), Rate()
         self.device_read_bytes_per_s: float | None = None
-        self._lock = threading.Lock()
+        self.reading_bytes = 0  # asked of the disk, not there yet
+        self._lock, self._reading = threading.Lock(), threading.Lock()
+        self._busy_since = 0.0
+        self._delivered = 0
+
+    def reading(self, nbytes: int) -> None:
+        """A read from the disk begins; `read` ends it."""
+        with self._reading:
+            if not self.reading_bytes:
+                self._busy_since, self._delivered = time.monotonic(), 0
+            self.reading_bytes += nbytes
+
+    def read(self, nbytes: int, delivered: int) -> None:
+        with self._reading:
+            self.reading_bytes -= nbytes
+            self._delivered += delivered
+            now = time.monotonic()
+            if self._delivered and (not self.reading_bytes or now - self._busy_since >= _SAMPLE_S):
+                self.disk_read.add(self._delivered, now - self._busy_since)
+                self._busy_since, self._delivered = now, 0
 
     def device_rate(self, files: Files, engine: Engine, scratch: Scratch) -> float | None:
         """Bytes per second the device reads at full depth, measured once per opened store (about 16 MiB); None if it

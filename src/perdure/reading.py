@@ -159,7 +159,6 @@ def from_disk(
     if not all(destinations):
         rest = np.array([position for position in rest.tolist() if destinations[position]], np.intp)
     for attempt in range(2 if len(rest) else 0):
-        started = time.monotonic()
         asked = keys if len(rest) == len(keys) else keys[rest]
         try:
             chosen, rows = placed(core, space, asked, rest, report)
@@ -180,12 +179,9 @@ def from_disk(
             direct=direct or (deadline is None and not core.pool.budget_bytes),
             domain=space.tenant_id,
         )
-        core.reader.read(plan)
+        perform(core, plan, [space.layout.block_bytes] * len(chosen))
         report.statuses[chosen] = plan.statuses
         report._settled = plan.unsettled() or report._settled  # noqa: SLF001 (the report is ours)
-        delivered = int(np.count_nonzero(plan.statuses == _FOUND))
-        if delivered:
-            core.rates.disk_read.add(delivered * space.layout.block_bytes, time.monotonic() - started)
         if not plan.problems:
             return
         moved = [] if core.read_only else _quarantine(core, plan)
@@ -195,6 +191,18 @@ def from_disk(
         rest = np.array([chosen[place] for place in moved], np.intp)
         if not again:
             return
+
+
+def perform(core: Core, plan: Plan, sizes: list[int]) -> None:
+    """Carry out a plan whose blocks count as `sizes` bytes in the rate of the disk."""
+    total, rates = sum(sizes), core.rates
+    found: list[int] = []
+    rates.reading(total)
+    try:
+        core.reader.read(plan)
+        found = np.flatnonzero(plan.statuses == _FOUND).tolist()
+    finally:
+        rates.read(total, total if len(found) == len(sizes) else sum(sizes[place] for place in found))
 
 
 def placed(

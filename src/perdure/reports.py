@@ -63,6 +63,9 @@ class WriteReport:
     """Outcome of a write. statuses: WriteStatus per block, uint8 (n,). stored: blocks now stored by this call.
 
     bytes: their KV bytes; stored_bytes: what they take on the disk. reasons: position -> why it was not stored.
+
+    Memory that was registered with a service may still be read for it after a call that was not answered in time: it
+    must not be changed before `wait_settled()` returns True. Other memory never is.
     """
 
     statuses: NDArray[np.uint8]
@@ -71,6 +74,15 @@ class WriteReport:
     stored_bytes: int
     seconds: float
     reasons: dict[int, str] = field(default_factory=dict)
+    _settlers: list[Callable[[float | None], bool]] = field(default_factory=list)
+
+    def wait_settled(self, timeout_s: float | None = None) -> bool:
+        """True when nothing can read the caller's memory any more on behalf of this write."""
+        return all(wait(timeout_s) for wait in self._settlers)
+
+    def settle_by(self, wait: Callable[[float | None], bool]) -> None:
+        """There is someone else to wait for, as of a read."""
+        self._settlers.append(wait)
 
     def count(self, status: WriteStatus) -> int:
         return int(np.count_nonzero(self.statuses == status))

@@ -12,7 +12,7 @@ The same for an embedded store, a service and a data node: all of them carry out
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final, NamedTuple
 
@@ -158,6 +158,21 @@ class SessionVerbs:
             if taken < len(part):
                 break
         return coming
+
+    def look_ahead(self, queue: Iterable[KeyArray | Sequence[bytes]], *, request_s: float) -> int:
+        """Bring what an engine's waiting requests will read, the next one first: `queue` has the keys of each, and one
+        is started every `request_s` seconds. Returns for how many all of it is coming; ask again as the queue moves."""
+        started, whole = self.wall(), 0
+        for place, keys in enumerate(queue):
+            array = naming.check_keys(keys)
+            there = array[: self.lookup(array)]
+            if self.prefetch(there, needed_by=started + place * request_s) < len(there):
+                break  # no more memory is to be promised now
+            whole += 1
+        return whole
+
+    def lookup(self, keys: KeyArray | Sequence[bytes]) -> int:
+        raise NotImplementedError
 
     def session(self, name: str, *, ttl_s: float | None = None) -> Session:
         """The session of this name, opened if there is none.

@@ -78,7 +78,8 @@ def questions(rng: random.Random, client: bytes = b"t" * 16) -> list[m.Message]:
         m.Write(number, space, keys, rng.randrange(1, 4), extents, parts, "ephemeral", None, lease, until),
         m.Reserve(number, space, keys, 5.0, rng.choice((0.0, soon)), 0.0), m.Follow(number, space, keys, 1, soon, 0.0),
         m.EndLease(number, lease), m.Pin(number, space, keys, 5.0),
-        m.Unpin(number, rng.randrange(6)), m.Hint(number, space, keys), m.Advise(number, space, keys, 1000.0),
+        m.Unpin(number, rng.randrange(6)), m.Hint(number, space, keys),
+        m.Advise(number, space, keys, 1000.0, rng.choice((None, 0.1))),
         m.Status(number), m.Explain(number, keys[:32]), m.ExplainPrefix(number, space, rng.randbytes(64)),
         m.Sync(number), m.SessionAsk(number, rng.choice((space, -1)), rng.choice(VERBS), {
             "name": rng.choice(TEXTS), "keys": keys, "at": rng.randrange(3), "ttl_s": rng.choice(FLOATS), "in_s": 0.0,

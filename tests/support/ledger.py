@@ -38,7 +38,7 @@ class Ledger:
                 case ["begin", place, chain, count]:
                     known = self.chains.setdefault((place, chain), Known())
                     known.count = max(known.count, count)
-                case ["ack", place, chain, durability, statuses, segments]:
+                case ["ack", place, chain, durability, statuses, segments, lasting]:
                     known = self.chains[place, chain]
                     for position, status in enumerate(statuses):
                         assert status in (0, 1, 2), f"write status {status} on a healthy disk"
@@ -50,6 +50,8 @@ class Ledger:
                             known.fleeting.discard(position)
                         elif position not in known.durable:
                             known.fleeting.add(position)
+                        elif lasting[position]:  # as durable as before, maybe in another segment
+                            known.durable[position] = segments[position]
                 case ["sync", thread]:
                     now = [(name, at) for name, known in self.chains.items() for at in known.fleeting]
                     self._syncing[thread] = now

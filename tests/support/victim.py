@@ -288,6 +288,7 @@ def _write(
     close_after: int | None,
     rest_s: float,
 ) -> None:
+    from perdure.catalog.api import Durability
     from support import blocks
 
     mine: list[tuple[int, int, int]] = []
@@ -306,8 +307,10 @@ def _write(
         data = blocks.contents(keys, space.layout.block_bytes)
         say("begin", place, number, count)
         report = space.write(keys, data, durability=durability, ttl_s=rng.choice([None, 86_400.0]))
-        at = store._core.locate(keys)[1]["segment"]
-        say("ack", place, number, durability, report.statuses.tolist(), [one.tobytes().hex() for one in at])
+        at = [one.tobytes() for one in store._core.locate(keys)[1]["segment"]]
+        homes = [store._core.table.get(one) for one in at]
+        lasting = [home is not None and home.durability >= Durability.SESSION for home in homes]
+        say("ack", place, number, durability, report.statuses.tolist(), [one.hex() for one in at], lasting)
         mine.append((place, number, count))
         if rng.random() < 0.3:
             place, number, count = rng.choice(mine)

@@ -67,17 +67,20 @@ class FsNative:
         self._rank = api.ObjectKey.ComputeKVRank(1, 0, 1, 0)
         pool = config.L1MemoryManagerConfig(size_in_bytes=POOL_BYTES, use_lazy=False, shm_name="")
         adapters = "v1.distributed.l2_adapters"
-        adapter = _lmcache(f"{adapters}.fs_native_l2_adapter").FSNativeL2AdapterConfig(
-            base_path=root, num_workers=THREADS, use_odirect=True
-        )
         settings = config.StorageManagerConfig(
             l1_manager_config=config.L1ManagerConfig(memory_config=pool),
             eviction_config=config.EvictionConfig(eviction_policy="LRU"),
-            l2_adapter_config=_lmcache(f"{adapters}.config").L2AdaptersConfig([adapter]),
+            l2_adapter_config=_lmcache(f"{adapters}.config").L2AdaptersConfig([self.adapter(root)]),
             prefetch_policy="retain" if memory else "default",  # the default keeps nothing that it loaded in DRAM
         )
         self._manager = _lmcache("v1.distributed.storage_manager").StorageManager(settings)
         self._manager.register_l2_listener(self._listener())
+
+    def adapter(self, root: str) -> Any:
+        """Configuration of the L2 adapter."""
+        return _lmcache("v1.distributed.l2_adapters.fs_native_l2_adapter").FSNativeL2AdapterConfig(
+            base_path=root, num_workers=THREADS, use_odirect=True
+        )
 
     def _listener(self) -> Any:
         base: Any = _lmcache("v1.distributed.internal_api").L2AdapterListener

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import json as _json
 import sys
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -40,4 +41,21 @@ def run(
         sys.stdout.write(_json.dumps(outcome, indent=2) + "\n")
     else:
         report.show(outcome)
+    return 0 if outcome["ok"] else 1
+
+
+def run_vllm(directory: Path, *, json: bool = False, setup_s: float | None = None) -> int:
+    """The demo with two vLLM servers (`vllm_scenes`), with its store in `directory`. Returns the exit status.
+
+    setup_s: what making the environment took, shown with the other phases. Raises PerdureError if a step cannot run."""
+    from perdure.demo import vllm_report, vllm_scenes
+    from perdure.demo.process import DemoError
+
+    if find_spec("vllm") is None:
+        raise DemoError("vllm is not installed here: `make demo-vllm` makes an environment that has it")
+    outcome = vllm_scenes.play(Path(directory)) | {"setup_s": setup_s}
+    if json:
+        sys.stdout.write(_json.dumps(outcome, indent=2) + "\n")
+    else:
+        vllm_report.show(outcome, setup_s)
     return 0 if outcome["ok"] else 1

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from types import TracebackType
 from typing import Any, TypeVar
 
@@ -15,8 +15,8 @@ _TITLES = {
     "model": "model and prompts",
     "service": "the service",
     "cold": "1 prefill, answer, be killed",
-    "restored": "2 restore; kill service; restore",
-    "forked": "3 restore once, fork",
+    "restored": "2 adopt, restore; kill service; restore",
+    "agents": "3 three agents at once; a storm",
     "compare": "4 cold answers to compare",
     "flip": "5 flip a byte; kill service",
     "flipped": "6 ask again",
@@ -25,6 +25,9 @@ _TITLES = {
 
 class Stage:
     """Shows which process runs and how far it is: bars on a terminal, one line per scene elsewhere."""
+
+    def __init__(self, titles: Mapping[str, str] = _TITLES):
+        self._titles = titles
 
     def __enter__(self) -> Stage:
         from rich.console import Console
@@ -83,9 +86,9 @@ class Stage:
 
     def _begin(self, name: str) -> Any:
         self._started = time.monotonic()
-        self._task = task = self._bars.add_task(_TITLES[name], total=None, what="starting")
+        self._task = task = self._bars.add_task(self._titles[name], total=None, what="starting")
         if not self._console.is_terminal:
-            self._console.print(_TITLES[name], highlight=False)
+            self._console.print(self._titles[name], highlight=False)
 
         def note(what: str, done: int, total: int | None) -> None:
             shown = f"{what} {100 * done // total} %" if total else what
@@ -106,14 +109,15 @@ def show(outcome: dict[str, Any]) -> None:
     console = Console()
     console.print(_table(outcome))
     for row in outcome["rows"]:
-        question = outcome["questions"][row["question"]]
-        console.print(Text(f"{row['name']}: {question}\n    {' '.join(row['text'].split())}"), highlight=False)
+        console.print(Text(f"{row['name']}: {row['question']}\n    {' '.join(row['text'].split())}"), highlight=False)
     stored, flip = outcome["stored"], outcome["flip"]
     lines = f"""
 stored: {stored["stored_blocks"]} of {stored["present_blocks"]} blocks were new, \
 {stored["stored_bytes"] / 1e6:.0f} MB of KV in {stored["store_s"]:.2f} s
-service: killed with SIGKILL after "shared" and started again; "restored" is the same process, still connected.
-Killed again after the flip, because it had the flipped block in memory: "byte flipped" reads the disk
+session: handed from "cold", killed with SIGKILL, to "shared"; "restored" is the same process and client, after the
+service was killed with SIGKILL and started again. The agents are branches of it, asked at the same moment; so is
+the storm, right after the service was killed again: agent {outcome["storm"]["number"] + 1} was killed in its prefill, \
+when {outcome["storm"]["stored_tokens"]:,} tokens were stored
 flipped: byte {flip["offset"]} of {flip["file"]}: block {flip["position"]}
 perdure explain {outcome["store"]} {flip["key"]}
     then: {flip["verdict"]}
@@ -142,9 +146,9 @@ def _table(outcome: dict[str, Any]) -> Any:
         title=f"{outcome['context_tokens']:,} tokens of context, SmolLM2-135M in fp32, "
         f"blocks of {outcome['block_tokens']} tokens",
         caption="first token: from token ids to the first token of the answer, with the\n"
-        "model loaded and warmed up; cold: the same prompt without a store. Fork 1\n"
-        "includes the restore that the forks share. read: from the service's memory,\n"
-        "or from the disk, past the page cache where the file system allows it.",
+        "model loaded and warmed up; cold: the same prompt without a store, alone\n"
+        "on the machine, while the agents run all at once. read: from the service's\n"
+        "memory, or from the disk, past the page cache where the file system allows it.",
         caption_justify="left",
         box=box.SIMPLE_HEAD,
         padding=0,

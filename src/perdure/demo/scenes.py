@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import secrets
 import signal
 import tempfile
 import time
@@ -12,11 +13,14 @@ from typing import Any
 import numpy as np
 
 from perdure import limits, store
+from perdure.demo import agents
+from perdure.demo.model import BLOCK_TOKENS
 from perdure.demo.process import CONNECT_S, DemoError, Progress
 from perdure.demo.report import Stage
 from perdure.demo.service import Service
-from perdure.demo.worker import BLOCK_TOKENS
+from perdure.demo.worker import QUESTION, QUESTIONS, SESSION
 from perdure.service.client import connect
+from perdure.session import ACCEPTED, MISSING, REJECTED
 
 _CONTEXT_TOKENS_MIN = 4 * BLOCK_TOKENS
 
@@ -29,26 +33,27 @@ def play(
         raise DemoError(f"tokens={context_tokens}: at least {_CONTEXT_TOKENS_MIN} are needed for a few full blocks")
     began = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="perdure-demo-") as logits, Stage() as stage:
+        run = secrets.token_hex(4)  # a store that has seen the demo before has not seen this session
         model = stage.scene("model", {"kind": "prepare", "model_cache": str(model_cache or default_model_cache()),
-                                      "context_tokens": context_tokens})  # fmt: skip
+                                      "context_tokens": context_tokens, "run": run})  # fmt: skip
         ready = time.monotonic()
-        job = {
-            "model": model["model"], "prompts": model["prompts"], "context": model["context"], "store": str(directory),
-            "answer_tokens": answer_tokens, "logits": logits, "resume": _resume_points(model),
+        job = model | {
+            "store": str(directory), "answer_tokens": answer_tokens, "logits": logits, "session": f"{SESSION}-{run}",
+            "resume": (len(model["prompt"]) - 1) // BLOCK_TOKENS * BLOCK_TOKENS,
         }  # fmt: skip
         told = _scenes(stage, directory, job)
         rows = _rows(told, logits)
-    checks, cold = _checks(told, rows), told["cold"]
+    checks, cold = _checks(job, told, rows), told["cold"]
     return {
         "ok": all(checks.values()),
         "checks": checks,
         "rows": rows,
         "flip": told["flip"],
+        "storm": told["agents"]["turns"][-1]["killed"],
         "store": str(directory),
         "model": {"directory": model["model"], "weights": cold["weights"], "digest_s": round(cold["digest_s"], 3)},
         "context_tokens": model["context"],
         "block_tokens": BLOCK_TOKENS,
-        "questions": model["questions"],
         "stored": {
             key: cold[key] for key in ("stored_blocks", "present_blocks", "stored_bytes", "store_s")
         },
@@ -61,7 +66,7 @@ def play(
 
 
 def _scenes(stage: Stage, directory: Path, job: dict[str, Any]) -> dict[str, Any]:
-    """What each process told, by the name of its scene; the service is replaced twice."""
+    """What each process told, by the name of its scene; the service is replaced three times."""
     told: dict[str, Any] = {}
     signals: list[int] = []
     with Service(directory) as service:
@@ -81,8 +86,10 @@ def _scenes(stage: Stage, directory: Path, job: dict[str, Any]) -> dict[str, Any
 
         stage.during("service", start)
         told["cold"] = stage.killed("cold", job | {"kind": "cold", "stay": True})
-        told["shared"], told["restored"] = stage.interrupted("restored", job | {"kind": "outlives"}, replace)
-        told["forked"] = stage.scene("forked", job | {"kind": "forked"})
+        told["shared"], told["restored"] = stage.interrupted(
+            "restored", job | {"kind": "outlives", "token": told["cold"]["token"]}, replace
+        )
+        told["agents"] = stage.during("agents", lambda note: agents.play(job, note, replace))
         told["reference"] = stage.scene("compare", job | {"kind": "reference"})
         told["flip"] = stage.during("flip", flip_and_replace)
         told["flipped"] = stage.scene("flipped", job | {"kind": "restored", "name": "flipped"})
@@ -95,13 +102,6 @@ def default_model_cache() -> Path:
     if chosen:
         return Path(chosen)
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "perdure"
-
-
-def _resume_points(model: dict[str, Any]) -> list[int]:
-    """Where a restored run takes over from the store, per prompt: after the blocks that are stored for it."""
-    first, *branches = model["prompts"]
-    shared = (model["context"] - 1) // BLOCK_TOKENS * BLOCK_TOKENS
-    return [(len(first) - 1) // BLOCK_TOKENS * BLOCK_TOKENS] + [shared] * len(branches)
 
 
 # --- the flipped byte
@@ -138,26 +138,19 @@ def _look_again(directory: Path, flip: dict[str, Any]) -> dict[str, Any]:
 
 
 # --- the report
-_RESTORE = (
-    "restored_tokens", "restored_bytes", "restored_s", "restored_blocks", "from_memory_blocks", "recomputed_blocks"
-)  # fmt: skip
-
-
 def _rows(told: dict[str, Any], logits: str) -> list[dict[str, Any]]:
-    cold, forked = told["cold"], told["forked"]
-    rows = [
-        _row("cold", 0, cold, cold, logits),
-        _row("shared", 0, told["shared"], cold, logits),
-        _row("restored", 0, told["restored"], cold, logits),
-    ]
-    for number, answer in enumerate(forked["answers"]):
-        figures = answer | ({key: forked[key] for key in _RESTORE} if number == 0 else {})
-        figures["first_token_s"] += forked["restore_s"] if number == 0 else 0.0
-        rows.append(_row(f"fork {number + 1}", number + 1, figures, told["reference"]["answers"][number], logits))
-    return [*rows, _row("byte flipped", 0, told["flipped"], cold, logits)]
+    cold = told["cold"]
+    rows = [_row(name, QUESTION, told[name], cold, logits) for name in ("cold", "shared", "restored")]
+    reference = iter(told["reference"]["answers"])
+    for title, questions, turn in zip(("agent", "storm"), QUESTIONS, told["agents"]["turns"], strict=True):
+        for number, question in enumerate(questions):
+            expected = next(reference)
+            if answer := turn["answers"].get(number):
+                rows.append(_row(f"{title} {number + 1}", question, answer, expected, logits))
+    return [*rows, _row("byte flipped", QUESTION, told["flipped"], cold, logits)]
 
 
-def _row(name: str, question: int, ours: dict[str, Any], cold: dict[str, Any], logits: str) -> dict[str, Any]:
+def _row(name: str, question: str, ours: dict[str, Any], cold: dict[str, Any], logits: str) -> dict[str, Any]:
     mine, theirs = (np.load(Path(logits) / f"{answer['name']}.npy") for answer in (ours, cold))
     both = min(len(mine), len(theirs))
     restored = ours.get("restored_bytes", 0)
@@ -181,19 +174,24 @@ def _row(name: str, question: int, ours: dict[str, Any], cold: dict[str, Any], l
     }
 
 
-def _checks(told: dict[str, Any], rows: list[dict[str, Any]]) -> dict[str, bool]:
-    cold, shared, restored, forked = (told[name] for name in ("cold", "shared", "restored", "forked"))
-    flipped, flip = told["flipped"], told["flip"]
-    before = (shared, restored, forked)
+def _checks(job: dict[str, Any], told: dict[str, Any], rows: list[dict[str, Any]]) -> dict[str, bool]:
+    cold, shared, restored, flipped, flip = (told[name] for name in ("cold", "shared", "restored", "flipped", "flip"))
+    before = [shared, restored, *(one for turn in told["agents"]["turns"] for one in turn["answers"].values())]
+    accepted, again = shared["adopted"]
     return {
         "all answers are identical to the cold ones": all(row["tokens_identical"] for row in rows),
         "the cold process was killed with SIGKILL": cold["signal"] == signal.SIGKILL,
-        "the service was killed with SIGKILL midway": told["service_signals"] == [signal.SIGKILL] * 2,
+        "its session went on in the next process": {*cold["session"], accepted} == {ACCEPTED}
+        and shared["session_is_prompt"],
+        "and the token of the hand-off worked once": again in (REJECTED, MISSING),
+        "the service was killed with SIGKILL each time": told["service_signals"] == [signal.SIGKILL] * 3,
         "a client went on with the new service": shared["boot"] != restored["boot"] and restored["restored_blocks"] > 0,
         "which had everything on its disk": not restored["from_memory_blocks"]
         and restored["restored_blocks"] == shared["restored_blocks"],
-        "the forks got theirs from its memory": forked["from_memory_blocks"] == forked["restored_blocks"] > 0,
         "the new process prefilled less than one block": restored["prefilled_tokens"] <= BLOCK_TOKENS,
+        "every agent found the branch made for it": {*restored["branches"]} == {ACCEPTED}
+        and {*told["agents"]["blocks"]} == {job["context"] // BLOCK_TOKENS},
+        **agents.checks(job, told["agents"]),
         "nothing was recomputed before the flip": not any(one["recomputed_blocks"] for one in before),
         "explain names the flipped block as corrupt": flip["verdict"].startswith("corrupt"),
         "exactly the flipped block was recomputed": flipped["recomputed_blocks"] == [flip["position"]],

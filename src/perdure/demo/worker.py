@@ -1,16 +1,12 @@
 """One process of the demo: loads the model, does one job, says what it measured.
 
 Started as `python -m perdure.demo.worker` by `demo.process`, which says how they talk. Jobs: `prepare` (model and token
-ids), `cold` (prefill, answer, store, then wait to be killed), `reference` (cold answers of the branches), `restored`,
-`outlives` (restored twice, before and after the service is replaced), `forked`. All but the first and `reference` are
-clients of the demo's service.
+ids), `cold` (prefill, answer, store, hand the session off, then wait to be killed), `outlives` (goes on with that
+session; asks before and after the service is replaced, and makes the branches), `agent` (one of those), `reference`
+(what the agents answer without a store), `restored`. All but `prepare` and `reference` are clients of the service.
 
 Measuring: time to first token begins when the token ids are there and ends with the first token of the answer. Loading
 the model and its one-time costs are not in it: every process runs a warm-up of 1,024 other tokens first.
-
-Comparing: a prefill that is cut into other pieces adds its floats in another order, so fp32 logits differ in the last
-bits even in one process. Here a cold run ends its prefill with the piece that a restored run computes after restoring;
-then restored and cold logits are equal to the bit, and the report says how far they are apart.
 """
 
 from __future__ import annotations
@@ -18,34 +14,33 @@ from __future__ import annotations
 import json
 import sys
 import time
-from collections.abc import Sequence
 from importlib import resources
-from pathlib import Path
 from typing import Any
 
-from perdure.demo.process import CONNECT_S
+from perdure.demo.model import BLOCK_TOKENS, Run, note, pause, say
 from perdure.errors import InvalidArgument
 
-PREFILL_CHUNK = 512
-WARM_UP_TOKENS = 2 * PREFILL_CHUNK
-BLOCK_TOKENS = 16
-TENANT = "demo"
+SESSION = "guide"
+TURNS = 2  # of the agents
+HANDOFF_TTL_S = 600.0
+_WAIT_S = 120.0  # for a prefix that another agent computes
+_PIECES = 3  # in which an agent computes and stores what is new to all
+_SECTION_TOKENS_MAX = 768
 
 QUESTION = "What does a write of the class session survive?"
-BRANCHES = (
-    "How long does a lease last by default?",
-    "Which command reads and checks every block of the store?",
-    "What should an operator do before putting a store into service?",
+QUESTIONS = (  # of each agent, by turn
+    (
+        "How long does a lease last?",
+        "What is a pin for?",
+        "What is a release?",
+    ),
+    (
+        "How many processes may write to a directory at a time?",
+        "Which blocks may be gone after a power cut?",
+        "What happens to a process that was paused for a long time?",
+    ),
 )
-
-
-def _say(message: dict[str, Any]) -> None:
-    sys.stdout.write(json.dumps(message) + "\n")
-    sys.stdout.flush()
-
-
-def _note(what: str, done: int, total: int | None = None) -> None:
-    _say({"progress": [what, done, total]})
+_LOOKED_UP = ("8.", "7.")  # the section of the guide that all agents look up before they ask, by turn
 
 
 # --- jobs
@@ -55,7 +50,7 @@ def prepare(job: dict[str, Any]) -> dict[str, Any]:
 
     from perdure.engines.smollm import model_path
 
-    model = model_path(job["model_cache"], _note)
+    model = model_path(job["model_cache"], note)
     tokenizer = AutoTokenizer.from_pretrained(model, local_files_only=True)
     guide = (resources.files("perdure.demo") / "guide.md").read_text(encoding="utf-8")
     mark = "\0"
@@ -67,23 +62,43 @@ def prepare(job: dict[str, Any]) -> dict[str, Any]:
     if (job["context_tokens"] or 0) > len(context):
         raise InvalidArgument(f"tokens={job['context_tokens']}: the guide has {len(context)}")
     context = context[: job["context_tokens"]]
-    prompts = [
-        context + tokenizer(f"Question: {question} Answer in one sentence.{tail}", add_special_tokens=False).input_ids
-        for question in (QUESTION, *BRANCHES)
-    ]
-    return {"model": str(model), "context": len(context), "prompts": prompts, "questions": [QUESTION, *BRANCHES]}
+
+    def ids(text: str) -> list[int]:
+        found: list[int] = tokenizer(text, add_special_tokens=False).input_ids
+        return found
+
+    def ask(question: str) -> list[int]:
+        return ids(f"Question: {question} Answer in one sentence.{tail}")
+
+    shared, prompts = list[list[int]](), list[list[list[int]]]()
+    before = context + ids(f"Run {job['run']}. ")
+    most = min(_SECTION_TOKENS_MAX, len(context) // 4 // BLOCK_TOKENS * BLOCK_TOKENS)
+    sections = guide.split("\n## ")
+    for name, questions in zip(_LOOKED_UP, QUESTIONS, strict=True):
+        section = next(text for text in sections if text.startswith(name))
+        before = before + ids(f"\n\n{section}\n")[:most]
+        shared.append(before)
+        prompts.append([before + ask(question) for question in questions])
+    return {
+        "model": str(model), "context": len(context), "prompt": context + ask(QUESTION),
+        "shared": shared, "prompts": prompts, "section_tokens": most,
+    }  # fmt: skip
 
 
 def cold(job: dict[str, Any]) -> dict[str, Any]:
-    run = _Run(job)
+    run = Run(job)
     prefixes = run.prefixes()
-    prompt = job["prompts"][0]
-    answer = run.answer(prompt, run.empty(), 0, job["resume"][0], "cold")
-    _note("storing blocks", 0)
+    prompt = job["prompt"]
+    answer = run.answer(prompt, run.empty(), 0, job["resume"], "cold")
+    note("storing blocks", 0)
     report = prefixes.store(prompt + answer["tokens"], run.cache)
     if not report.durable:
         raise RuntimeError(f"not every block was stored: {sorted(set(report.reasons.values()))}")
+    session = prefixes.space.session(job["session"], ttl_s=HANDOFF_TTL_S)
+    extended = session.extend(prefixes.space.chain(prompt))
+    handed = session.handoff(ttl_s=HANDOFF_TTL_S)
     return answer | {
+        "token": handed.token.hex(), "session": [extended.outcome, handed.outcome],
         "stored_blocks": report.stored, "present_blocks": len(report.statuses), "stored_bytes": report.bytes,
         "store_s": report.seconds, "weights": prefixes.space.identity.weights,
         "keys": [key.tobytes().hex() for key in prefixes.space.chain(prompt)], "digest_s": run.digest_s,
@@ -91,39 +106,65 @@ def cold(job: dict[str, Any]) -> dict[str, Any]:
 
 
 def reference(job: dict[str, Any]) -> dict[str, Any]:
-    """What the branches' answers are without any store: every prompt prefilled from its first token."""
-    run = _Run(job)
-    answers = []
-    for number in range(1, len(job["prompts"])):
-        what = f"prefill {number} of {len(job['prompts']) - 1}"
-        answers.append(
-            run.answer(job["prompts"][number], run.empty(), 0, job["resume"][number], f"branch{number}", what)
-        )
+    """The agents' answers without any store: what they share is prefilled once here, and its time counted for each."""
+    run = Run(job)
+    cache, length, shared_s, answers = run.empty(), 0, 0.0, list[dict[str, Any]]()
+    for turn, shared in enumerate(job["shared"]):
+        started = time.perf_counter()
+        end = _full(len(shared))
+        run.prefill(shared[: end + 1], cache, length, end, f"prefill {turn + 1} of {TURNS}")
+        shared_s += time.perf_counter() - started
+        for number, prompt in enumerate(job["prompts"][turn]):
+            _shorten(cache, end)
+            answer = run.answer(prompt, cache, end, end, f"reference{turn}{number}")
+            answers.append(answer | {"first_token_s": answer["first_token_s"] + shared_s})
+        _shorten(cache, end)
+        length = end
     return {"answers": answers}
+
+
+def _shorten(cache: Any, tokens: int) -> None:
+    """Negative, by how much: newer transformers take nothing else."""
+    if (more := int(cache.get_seq_length()) - tokens) > 0:
+        cache.crop(-more)
+
+
+def _full(tokens: int) -> int:
+    """What a restored run need not compute: full blocks, and at least one token is left."""
+    return (tokens - 1) // BLOCK_TOKENS * BLOCK_TOKENS
 
 
 def restored(job: dict[str, Any]) -> dict[str, Any]:
     """The same question in a new process; blocks that had to be computed are stored again."""
-    run = _Run(job)
+    run = Run(job)
     with run.store:
         return _ask_again(run, run.prefixes(), job["name"])
 
 
 def outlives(job: dict[str, Any]) -> dict[str, Any]:
-    """The same question twice through one client; between them the parent replaces the service."""
-    run = _Run(job)
+    """Goes on with the session it was handed: asks twice through one client; between, the service is replaced."""
+    run = Run(job)
     with run.store:
         prefixes = run.prefixes()
+        token = bytes.fromhex(job["token"])
+        adopted, again = prefixes.space.adopt(token), prefixes.space.adopt(token)
+        session = adopted.session
+        held = session.keys()
+        wanted = prefixes.space.chain(job["prompt"])
         first = _ask_again(run, prefixes, "shared")
-        _say({"result": first | {"boot": run.store.service_status()["boot"]}})
-        if not sys.stdin.readline():
-            raise EOFError("the parent has ended")
+        say({"result": first | {
+            "boot": run.store.service_status()["boot"], "adopted": [adopted.outcome, again.outcome],
+            "session_is_prompt": held.shape == wanted.shape and bool((held == wanted).all()),
+        }})  # fmt: skip
+        pause()
         second = _ask_again(run, prefixes, "restored")
-        return second | {"boot": run.store.service_status()["boot"]}
+        names = [f"{job['session']}/{number + 1}" for number in range(len(QUESTIONS[0]))]
+        branches = [session.branch(name, at=job["context"] // BLOCK_TOKENS).outcome for name in names]
+        return second | {"boot": run.store.service_status()["boot"], "branches": branches}
 
 
-def _ask_again(run: _Run, prefixes: Any, name: str) -> dict[str, Any]:
-    prompt = run.job["prompts"][0]
+def _ask_again(run: Run, prefixes: Any, name: str) -> dict[str, Any]:
+    prompt = run.job["prompt"]
     started = time.perf_counter()
     back = prefixes.restore(prompt)
     answer = run.answer(prompt, back.cache, back.tokens, back.tokens, name, started=started)
@@ -131,21 +172,46 @@ def _ask_again(run: _Run, prefixes: Any, name: str) -> dict[str, Any]:
     return answer | _brought_back(back) | {"stored_again": written.stored}
 
 
-def forked(job: dict[str, Any]) -> dict[str, Any]:
-    """The context is restored once; every branch shares it and asks its own question."""
-    run = _Run(job)
+def agent(job: dict[str, Any]) -> dict[str, Any]:
+    """One branch. In each turn all agents look up the same section, and ask their own questions at the same moment: one
+    of them prefills it, and holds on after the first piece of it until the parent says go on (or kills it)."""
+    run, number = Run(job), job["number"]
     with run.store:
         prefixes = run.prefixes()
-        started = time.perf_counter()
-        back = prefixes.restore(job["prompts"][0][: job["context"]])
-        restore_s = time.perf_counter() - started
-        answers = []
-        for number in range(1, len(job["prompts"])):
-            name = f"fork{number}"
-            cache = back.fork()
-            answers.append(run.answer(job["prompts"][number], cache, back.tokens, back.tokens, name))
-            prefixes.store(job["prompts"][number] + answers[-1]["tokens"], cache, back)
-    return _brought_back(back) | {"answers": answers, "restore_s": restore_s}
+        session = prefixes.space.find_session(f"{job['session']}/{number + 1}")
+        say({"result": {"blocks": session.blocks}})
+        turns = list[dict[str, Any]]()
+        for turn, shared in enumerate(job["shared"]):
+            pause()
+            turns.append(_turn(run, prefixes, session, turn, shared))
+            say({"result": turns[-1]})
+    return {}
+
+
+def _turn(run: Run, prefixes: Any, session: Any, turn: int, shared: list[int]) -> dict[str, Any]:
+    from perdure.engines.prefill import prefill_once
+
+    job, number = run.job, run.job["number"]
+    pieces = list[int]()
+
+    def stored(tokens: int) -> None:
+        pieces.append(tokens)
+        if len(pieces) == 1:
+            say({"result": {"holding": tokens}})
+            pause()
+
+    started = time.perf_counter()
+    made = prefill_once(
+        prefixes, shared, wait_s=_WAIT_S, step_tokens=max(BLOCK_TOKENS, job["section_tokens"] // _PIECES), note=stored
+    )
+    back, prompt = made.restored, job["prompts"][turn][number]
+    answer = run.answer(prompt, back.cache, back.tokens, back.tokens, f"agent{turn}{number}", started=started)
+    prefixes.store(prompt + answer["tokens"], back.cache, back)
+    extended = session.extend(prefixes.space.chain(shared)[session.blocks :])
+    return answer | _brought_back(back) | {
+        "computed_tokens": made.computed_tokens, "shared_tokens": back.tokens, "session": extended.outcome,
+        "prefilled_tokens": answer["prefilled_tokens"] + made.computed_tokens,
+    }  # fmt: skip
 
 
 def _brought_back(back: Any) -> dict[str, Any]:
@@ -158,113 +224,21 @@ def _brought_back(back: Any) -> dict[str, Any]:
     }  # fmt: skip
 
 
-# --- the model
-class _Run:
-    """A loaded, warmed-up model and what this process does with it."""
-
-    def __init__(self, job: dict[str, Any]):
-        if job["kind"] != "reference":  # as an engine does: the store first, the model takes longer
-            import perdure
-
-            self.store = perdure.connect(job["store"], wait_s=CONNECT_S, name=f"demo {job['kind']}")
-        import torch
-        from transformers import AutoModelForCausalLM, AutoTokenizer
-
-        from perdure.engines.model_identity import cache_argument
-
-        _note("loading the model", 0)
-        self._torch = torch
-        self.job, self.directory = job, Path(job["logits"])
-        self.model = AutoModelForCausalLM.from_pretrained(
-            job["model"], dtype=torch.float32, local_files_only=True
-        ).eval()
-        self.tokenizer = AutoTokenizer.from_pretrained(job["model"], local_files_only=True)
-        self._argument = cache_argument(self.model)
-        self._ends = {self.tokenizer.eos_token_id, self.model.config.eos_token_id}
-        self.cache: Any = None
-        self.digest_s = 0.0
-        warm_up = (job["prompts"][0][::-1] * WARM_UP_TOKENS)[:WARM_UP_TOKENS]
-        self._prefill(warm_up, self.empty(), 0, len(warm_up) - 1, "warming up")
-
-    def empty(self) -> Any:
-        from transformers import DynamicCache
-
-        return DynamicCache(config=self.model.config)
-
-    def prefixes(self) -> Any:
-        from perdure.engines.smollm import MODEL_ID
-        from perdure.engines.transformers import PrefixCache, keyspace_for
-
-        started = time.perf_counter()
-        space = keyspace_for(  # not compressed: of fp32 KV that saves 14 %, and decoding would cost more than reading
-            self.store, self.model, tenant=TENANT, model_id=MODEL_ID, block_tokens=BLOCK_TOKENS, codec="off"
-        )
-        self.digest_s = time.perf_counter() - started
-        return PrefixCache(space, self.model)
-
-    def answer(
-        self,
-        prompt: list[int],
-        cache: Any,
-        start: int,
-        resume: int,
-        name: str,
-        what: str = "prefill",
-        started: float | None = None,
-    ) -> dict[str, Any]:
-        """Greedy answer to a prompt whose first `start` tokens are in the cache; its logits go to a file."""
-        import numpy as np
-
-        torch = self._torch
-        started = time.perf_counter() if started is None else started
-        logits = self._prefill(prompt, cache, start, resume, what)
-        tokens = [int(logits.argmax())]
-        first_s = time.perf_counter() - started
-        seen = [logits]
-        while len(tokens) < self.job["answer_tokens"] and tokens[-1] not in self._ends:
-            seen.append(self._forward(tokens[-1:], cache))
-            tokens.append(int(seen[-1].argmax()))
-        total_s = time.perf_counter() - started
-        np.save(self.directory / f"{name}.npy", torch.stack(seen).numpy())
-        self.cache = cache
-        return {
-            "name": name, "tokens": tokens, "text": self.tokenizer.decode(tokens, skip_special_tokens=True).strip(),
-            "first_token_s": first_s, "total_s": total_s, "prompt_tokens": len(prompt),
-            "prefilled_tokens": len(prompt) - start,
-        }  # fmt: skip
-
-    def _prefill(self, prompt: list[int], cache: Any, start: int, resume: int, what: str) -> Any:
-        """Logits of the last token: chunks up to `resume`, then the rest in one forward."""
-        at = start
-        while at < resume:
-            end = min(at + PREFILL_CHUNK, resume)
-            self._forward(prompt[at:end], cache)
-            at = end
-            _note(what, at, len(prompt))
-        return self._forward(prompt[at:], cache)
-
-    def _forward(self, tokens: Sequence[int], cache: Any) -> Any:
-        torch = self._torch
-        with torch.inference_mode():
-            out = self.model(input_ids=torch.tensor([tokens]), logits_to_keep=1, **{self._argument: cache})
-            return out.logits[0, -1]
-
-
 _JOBS = {
     "prepare": prepare, "cold": cold, "reference": reference, "restored": restored, "outlives": outlives,
-    "forked": forked,
+    "agent": agent,
 }  # fmt: skip
 
 
 def main() -> int:
     job = json.loads(sys.stdin.readline())
     try:
-        _say({"result": _JOBS[job["kind"]](job)})
+        say({"result": _JOBS[job["kind"]](job)})
     except Exception as error:  # noqa: BLE001 (the parent shows it)
         import traceback
 
         traceback.print_exc()
-        _say({"error": f"{type(error).__name__}: {error}"})
+        say({"error": f"{type(error).__name__}: {error}"})
         return 1
     if job.get("stay"):
         sys.stdin.read()  # until the parent kills this process, or dies itself

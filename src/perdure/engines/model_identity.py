@@ -40,7 +40,7 @@ _DTYPES = {
 # Rotary scalings whose frequencies follow the length of the whole sequence: a token's key is not final.
 _ROPE_BY_LENGTH = {"dynamic", "longrope", "su"}
 # Configuration that says nothing about the KV of given weights: where it came from, and what happens after the logits.
-_NOT_IDENTITY = {
+NOT_IDENTITY = {
     "_name_or_path", "name_or_path", "transformers_version", "dtype", "torch_dtype", "use_cache", "architectures",
     "bos_token_id", "eos_token_id", "pad_token_id", "unk_token_id", "return_dict", "output_attentions",
     "output_hidden_states", "initializer_range", "task_specific_params", "problem_type", "id2label", "label2id",
@@ -177,7 +177,7 @@ def weights_digest(model: Any) -> str:
         raise InvalidArgument(f"{absent} is not in memory (offloaded or meta), so it cannot be hashed; pass a digest")
     unique = {_memory_of(tensor): tensor for _, tensor in tensors}
     with ThreadPoolExecutor(_DIGEST_THREADS, thread_name_prefix="perdure-digest") as pool:
-        digests = dict(zip(unique, pool.map(_tensor_digest, unique.values()), strict=True))
+        digests = dict(zip(unique, pool.map(tensor_digest, unique.values()), strict=True))
     fields = [
         (name, f"{tensor.dtype}{tuple(tensor.shape)}".encode() + digests[_memory_of(tensor)])
         for name, tensor in tensors
@@ -190,11 +190,11 @@ def _memory_of(tensor: torch.Tensor) -> tuple[Any, ...]:
     return tensor.device, tensor.data_ptr(), tensor.dtype, tuple(tensor.shape), tensor.stride()
 
 
-def _tensor_digest(tensor: torch.Tensor) -> bytes:
+def tensor_digest(tensor: torch.Tensor) -> bytes:
     flat = tensor.detach().cpu().contiguous().reshape(-1)
     return hashlib.sha256(flat.view(torch.uint8).numpy()).digest()
 
 
 def _meaning(config: Any) -> bytes:
-    fields = {name: value for name, value in config.to_dict().items() if name not in _NOT_IDENTITY}
+    fields = {name: value for name, value in config.to_dict().items() if name not in NOT_IDENTITY}
     return json.dumps(fields, sort_keys=True, default=str).encode()

@@ -34,7 +34,7 @@ from transformers import DynamicCache
 from transformers.cache_utils import DynamicLayer
 
 from perdure import limits
-from perdure.catalog.api import KeyArray
+from perdure.catalog.api import KeyArray, Lease
 from perdure.engines.model_identity import (
     SUPPORTED,
     cache_argument,
@@ -137,7 +137,7 @@ class PrefixCache:
         there by then shorten the prefix. holes_max: blocks inside the prefix that may be computed again.
         """
         self._refuse_changed_weights()
-        tokens = _tokens(token_ids)
+        tokens = token_array(token_ids)
         keys = self.space.chain(tokens[:-1])[: limits.batch_blocks_max]
         extent = self._extent(keys, holes_max)
         pairs = [self._empty(layer, extent) for layer in range(self.geometry.layers)]
@@ -161,22 +161,24 @@ class PrefixCache:
         durability: str = "session",
         ttl_s: float | None = None,
         deadline_s: float | None = None,
+        lease: Lease | None = None,
     ) -> WriteReport:
         """Store the full blocks of a sequence whose KV is in `cache`; the partial tail is never stored.
 
         token_ids: the tokens that are confirmed, from the first one on. The cache may be shorter (the last token that
         was sampled has no KV yet) or longer (speculation): only what both have is stored. restored: what the sequence
-        began with; its blocks that came from the store are not written again. The report is about the blocks written.
+        began with; its blocks that came from the store are not written again. lease: from `space.reserve`; if it was
+        lost, StaleFence is raised. The report is about the blocks written.
         """
         self._refuse_changed_weights()
-        tokens = _tokens(token_ids)
+        tokens = token_array(token_ids)
         length = self._check_cache(cache)
         keys = self.space.chain(tokens[: min(length, len(tokens))])[: limits.batch_blocks_max]
         wanted = np.ones(len(keys), bool)
         if restored is not None:
             both = min(len(keys), len(restored.keys))
             wanted[:both] = ~restored.held[:both] | (keys[:both] != restored.keys[:both]).any(axis=1)
-        return self._write(keys, cache, np.flatnonzero(wanted), durability, ttl_s, deadline_s)
+        return self._write(keys, cache, np.flatnonzero(wanted), durability, ttl_s, deadline_s, lease)
 
     # --- memory
     def _batches(self, positions: NDArray[np.intp]) -> list[NDArray[np.intp]]:
@@ -232,6 +234,7 @@ class PrefixCache:
         durability: str,
         ttl_s: float | None,
         deadline_s: float | None,
+        lease: Lease | None,
     ) -> WriteReport:
         """Gather one batch while the last one is written."""
         report, started = WriteReport(np.zeros(0, np.uint8), 0, 0, 0, 0.0), time.monotonic()
@@ -245,7 +248,7 @@ class PrefixCache:
                 _join(report, writing.result())
             writing = self.space.submit_write(
                 keys[part], memory[: len(part) * self.space.layout.block_bytes], durability=durability, ttl_s=ttl_s,
-                deadline_s=_left(deadline_s, started),
+                deadline_s=_left(deadline_s, started), lease=lease,
             )  # fmt: skip
         if writing is not None:
             _join(report, writing.result())
@@ -324,7 +327,8 @@ class PrefixCache:
         return length
 
 
-def _tokens(token_ids: ArrayLike | torch.Tensor) -> NDArray[np.uint32]:
+def token_array(token_ids: ArrayLike | torch.Tensor) -> NDArray[np.uint32]:
+    """Token ids of one sequence, uint32 (n,). Raises InvalidArgument."""
     tokens = token_ids.detach().cpu().numpy() if isinstance(token_ids, torch.Tensor) else np.asarray(token_ids)
     if tokens.ndim == 2:
         if len(tokens) != 1:

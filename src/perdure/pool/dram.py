@@ -125,6 +125,11 @@ class DramPool:
                     slot.used = slot.chunk.used = self._tick
                     slot.chunk.owner.lru.move_to_end(name)
 
+    def holds(self, keys: KeyArray) -> list[bool]:
+        """Which blocks are here. Does not count as a use."""
+        with self._lock:
+            return [name in self._index for name in key_names(keys)]
+
     def pins_of(self, key: bytes) -> int | None:
         """How many look at a block now; None if it is not here. Does not count as a use."""
         with self._lock:

@@ -210,6 +210,7 @@ class Advise(Message):
     space: int
     keys: bytes
     prefill_tokens_per_s: float
+    deadline_s: float | None
 
 
 class Status(Message):

@@ -24,7 +24,7 @@ from perdure.errors import CatalogError
 from perdure.keys import key_list
 from perdure.keyspace import Keyspace
 from perdure.pool.dram import Slot
-from perdure.reading import finish, from_disk, placed
+from perdure.reading import finish, from_disk, perform, placed
 from perdure.reports import ReadReport
 from perdure.segments.landing import CODEC, EXPIRES, STORED, BlockStatus, Plan
 from perdure.viewing import Fetched, bring, leave_limbo, pin_present
@@ -107,7 +107,6 @@ def gather(core: Core, space: Keyspace, keys: KeyArray, *, deadline_s: float) ->
 def _encoded(lot: Lot, deadline: float) -> None:
     """Read what is stored encoded, as it is. What does not verify is left to the ordinary way of reading."""
     core, space, keys, report = lot.core, lot.space, lot.keys, lot.report
-    started = time.monotonic()
     rest = np.flatnonzero(report.statuses != _FOUND)
     try:
         chosen, rows = placed(core, space, keys[rest], rest, report)
@@ -129,14 +128,12 @@ def _encoded(lot: Lot, deadline: float) -> None:
         destinations=[[view] for view in views], element_bytes=space.layout.element_bytes, deadline=deadline,
         domain=space.tenant_id, raw=True,
     )  # fmt: skip
-    core.reader.read(plan)
-    taken = 0
+    perform(core, plan, [row[STORED] for _, row in encoded])
     for place, (position, row) in enumerate(encoded):
         if plan.statuses[place] == _FOUND:
-            report.statuses[position], taken = _FOUND, taken + row[STORED]
+            report.statuses[position] = _FOUND
             lot.codecs[position], lot.stored[position] = row[CODEC], row[STORED]
             lot.own[position], lot.expiries[position] = views[place], row[EXPIRES]
-    core.rates.disk_read.add(taken, time.monotonic() - started)
 
 
 def _homeless(lot: Lot, positions: list[int], deadline: float) -> None:

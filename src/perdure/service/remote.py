@@ -7,6 +7,7 @@ service and copied from there, or delivered straight into registered memory. Bat
 from __future__ import annotations
 
 import math
+import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -18,11 +19,11 @@ from numpy.typing import ArrayLike, NDArray
 
 from perdure import keys as naming
 from perdure import limits
+from perdure.advice import Advice
 from perdure.buffers import Parts, as_blocks, copy_parts
 from perdure.catalog.api import Durability, KeyArray, Lease
 from perdure.errors import CatalogError, InvalidArgument, ServiceBusy, ServiceUnavailable
 from perdure.keyspace import (
-    Advice,
     check_known,
     check_lease,
     check_seconds,
@@ -108,11 +109,13 @@ class RemoteKeyspace(RemoteReads, SessionVerbs):
         masks = [self._question(m.Present, part.tobytes()).mask for part in _cut(naming.check_keys(keys))]
         return np.frombuffer(b"".join(masks), np.bool_).copy()
 
-    def advise(self, keys: KeyArray | Sequence[bytes], *, prefill_tokens_per_s: float) -> Advice:
+    def advise(
+        self, keys: KeyArray | Sequence[bytes], *, prefill_tokens_per_s: float, deadline_s: float | None = None
+    ) -> Advice:
         """As `Keyspace.advise`, for the first `limits.message_keys_max` keys. Raises ServiceUnavailable."""
         check_seconds(prefill_tokens_per_s, "prefill_tokens_per_s", math.inf)
         names = naming.check_keys(keys)[: limits.message_keys_max].tobytes()
-        a = self._question(m.Advise, names, float(prefill_tokens_per_s))
+        a = self._question(m.Advise, names, float(prefill_tokens_per_s), seconds_of(deadline_s))
         return Advice(a.blocks, a.load_s, a.recompute_s, a.reason)
 
     def _question(self, kind: Callable[..., m.Message], *fields: Any) -> Any:
@@ -183,9 +186,26 @@ class RemoteKeyspace(RemoteReads, SessionVerbs):
             if region is None or extents is None:
                 self._stage(call, keys, part, blocks, terms, report)
             else:
-                self._store.region_number(call.run, region, call.until)
-                self._send(call, keys, part, region, [extents[at] for at in part], terms, report)
+                self._send_registered(call, keys, part, region, [extents[at] for at in part], terms, report)
             todo[part] = False
+
+    def _send_registered(
+        self, call: Call, keys: KeyArray, part: list[int], region: Region, extents: Extents, terms: Terms,
+        report: WriteReport,
+    ) -> None:  # fmt: skip
+        """What the caller must wait for, if no answer comes in time, is in the report."""
+        self._store.region_number(call.run, region, call.until)
+        came, answers = threading.Event(), []
+
+        def settle(answer: Any) -> None:
+            answers.append(answer)
+            came.set()
+
+        try:
+            self._send(call, keys, part, region, extents, terms, report, settle)
+        except BaseException:
+            report.settle_by(lambda timeout_s: self._wait_answer(call.run, came, answers, timeout_s))
+            raise
 
     def _stage(
         self, call: Call, keys: KeyArray, part: list[int], blocks: list[Parts], terms: Terms, report: WriteReport
@@ -223,7 +243,8 @@ class RemoteKeyspace(RemoteReads, SessionVerbs):
         return self._submit(self.write, keys, blocks, options)
 
     def _submit(self, verb: Callable[..., Any], keys: Any, data: Any, options: dict[str, Any]) -> Future[Any]:
-        self._store.current()
+        with suppress(ServiceUnavailable):  # that the service is away is a status; that the store is closed is not
+            self._store.current(time.monotonic())
         if self._calls is None:
             self._calls = ThreadPoolExecutor(_CALL_THREADS, thread_name_prefix="perdure-call")
         submitted = time.monotonic()

@@ -68,11 +68,16 @@ class View:
         self._store, self._run, self._grants, self._until = store, run, grants, until
         self.report, self.statuses, self.blocks = report, report.statuses, blocks
 
+    @property
+    def valid(self) -> bool:
+        """Whether the bytes were what the service has verified until now."""
+        return bool(self._grants) and time.monotonic() <= self._until and not self._run.ended.is_set()
+
     def release(self) -> bool:
         """Whether the bytes were valid until now: the service keeps them for as long as it said, or dies. Waits for
         nobody."""
+        valid = self.valid
         grants, self._grants, self.blocks = self._grants, [], []
-        valid = bool(grants) and time.monotonic() <= self._until and not self._run.ended.is_set()
         if grants:
             self._store.transport.tell(self._run, m.Release(0, grants, False))
         return valid

@@ -176,7 +176,9 @@ class Verbs:
         return m.Mask(q.id, peer.space(q.space).present(keys_of(q.keys)).tobytes()), []
 
     def _advise(self, peer: Peer, q: m.Advise) -> Reply:
-        a = peer.space(q.space).advise(keys_of(q.keys), prefill_tokens_per_s=q.prefill_tokens_per_s)
+        a = peer.space(q.space).advise(
+            keys_of(q.keys), prefill_tokens_per_s=q.prefill_tokens_per_s, deadline_s=q.deadline_s
+        )
         return m.Advised(q.id, a.blocks, a.load_s, a.recompute_s, a.reason), []
 
     def _tell_status(self, peer: Peer, q: m.Status) -> Reply:

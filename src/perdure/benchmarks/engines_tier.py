@@ -1,0 +1,204 @@
+"""Rows of `bench engines` about vLLM's offloading tiers: Perdure beside vLLM's own `fs` tier, in one engine.
+
+Contract
+- Both are secondary tiers of the same engine process; each prompt is stored in both, and each restore names the tier it
+  may come from. Everything else of the way (lookups, primary tier, copies into the cache, the forward pass) is shared.
+  Between two restores the local prefix cache and the primary tier are emptied. The arms take turns.
+- "from memory": blocks in the service's DRAM, beside files of the `fs` tier in /dev/shm. "from the disk": prompts are
+  restored in turn, more of them than the service's DRAM holds, beside files on the store's device, which the `fs` tier
+  reads by O_DIRECT where it can. Where the service had the blocks is counted, and checked.
+- Neither side compresses (Perdure's default, `auto`, would: less to read, more work for two cores that also run the
+  model). Perdure verifies every block; the `fs` tier keeps no checksums. Other outputs of an arm are a WrongResult.
+- A restore's own time is its TTFT less the shortest TTFT of a local prefix hit in the same engine.
+- Runs on a CPU, so the forward pass of the last tokens is most of a TTFT.
+"""
+
+from __future__ import annotations
+
+import random
+import tempfile
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from perdure.benchmarks.engines_tier_process import EngineProcess
+from perdure.benchmarks.harness import Measured, Row, interleave, rate_row, row
+from perdure.benchmarks.service_host import Host
+from perdure.benchmarks.target import WrongResult
+from perdure.limits import GIB
+
+TOKENS = 4800
+BLOCK_TOKENS = 128  # vLLM's on a CPU
+REPETITIONS = 5
+PROMOTIONS = 15
+WARM_TOKENS = 300
+SHM = Path("/dev/shm")
+FS = "vLLM's fs tier"
+OURS, THEIRS = "remote", "local"  # localities: how a request says which tier it may load from
+READ = "vllm:kv_offload_tiering_read_bytes"
+HELD = "vllm:kv_offload_perdure_blocks"
+_STORED_S = 120.0
+_POLL_S = 0.05
+_LEAST_S = 1e-6
+
+
+def prompt(seed: int, count: int) -> list[int]:
+    """Tokens that mean nothing: a prompt nobody has seen."""
+    rng = random.Random(seed)
+    return [rng.randrange(1000, 40_000) for _ in range(count)]
+
+
+def stored(engine: EngineProcess, tiers: int = 1) -> float:
+    """Wait until no store is going on; bytes written so far, by all tiers together."""
+    before, give_up = -1.0, time.monotonic() + _STORED_S
+    while time.monotonic() < give_up:
+        engine.generate([1, 2, 3])  # a step, in which vLLM collects finished jobs
+        found = engine.ask("metrics", prefix="vllm:kv_offload_tiering_")["metrics"]
+        written = sum(value for name, value in found.items() if "write_bytes" in name)
+        active = sum(value for name, value in found.items() if "active_cascade" in name)
+        kinds = sum(1 for name, value in found.items() if "write_bytes" in name and value)
+        if not active and written == before and kinds >= tiers:
+            return float(written)
+        before = written
+        time.sleep(_POLL_S)
+    raise WrongResult(f"the tiers did not finish storing in {_STORED_S} s")
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """Where blocks are restored from. prompts: how many are restored in turn. pool_bytes: the service's DRAM."""
+
+    what: str
+    source: str  # as the tier counts it
+    prompts: int
+    pool_bytes: int
+
+
+MEMORY = Case("from memory", "memory", 1, GIB)
+DISK = Case("from the disk", "disk", 4, GIB // 2)
+
+
+def tiers_of(service: Host, files: Path) -> list[dict[str, Any]]:
+    return [
+        {
+            "type": "perdure", "module_path": "perdure.engines.vllm.tier", "url": f"unix://{service.socket}",
+            "weights": "files", "after_reset": "same", "codec": "off", "locality": OURS.upper(),
+        },
+        {"type": "fs", "root_dir": str(files), "locality": THEIRS.upper()},
+    ]  # fmt: skip
+
+
+class Arms:
+    """Prompts, restored from one tier or the other, or found in the engine's own cache."""
+
+    def __init__(self, engine: EngineProcess, prompts: list[list[int]]):
+        self._engine, self._prompts = engine, prompts
+        self._cached = (len(prompts[0]) - 1) // BLOCK_TOKENS * BLOCK_TOKENS
+        self._first = [engine.generate(tokens)["ids"] for tokens in prompts]
+        self._turns = {OURS: 0, THEIRS: 0}
+        self._last = 0
+
+    def _timed(self, number: int, where: str | None) -> float:
+        answer = self._engine.generate(self._prompts[number], **({"from": where} if where else {}))
+        if answer["ids"] != self._first[number] or answer["cached"] != self._cached:
+            raise WrongResult(f"restored from {where or 'the local cache'}: {answer}, at first {self._first[number]}")
+        return float(answer["seconds"])
+
+    def _restore(self, where: str) -> float:
+        self._engine.ask("forget")
+        self._last = self._turns[where] % len(self._prompts)
+        self._turns[where] += 1
+        return self._timed(self._last, where)
+
+    def ours(self) -> float:
+        return self._restore(OURS)
+
+    def theirs(self) -> float:
+        return self._restore(THEIRS)
+
+    def local(self) -> float:
+        return self._timed(self._last, None)
+
+
+def counted(engine: EngineProcess, prefix: str) -> dict[str, float]:
+    found: dict[str, float] = engine.ask("metrics", prefix=prefix)["metrics"]
+    return found
+
+
+def _restore_rows(
+    base: Path, model: Path, files: Path, case: Case, step: Callable[[str], None], tokens: int, repetitions: int
+) -> list[Row]:
+    with Host(base / "store", memory=case.pool_bytes) as service:
+        step(f"vLLM starts, {case.what}")
+        options = {"model": str(model), "tiers": tiers_of(service, files), "cpu_bytes": GIB}
+        with EngineProcess(base, "engine", **options) as engine:
+            engine.generate(prompt(99, WARM_TOKENS))
+            step(f"{case.prompts} x {tokens} tokens are computed and stored")
+            arms = Arms(engine, [prompt(seed, tokens) for seed in range(case.prompts)])
+            stored(engine, 2)
+            for _ in range(case.prompts):  # once for nothing
+                arms.ours(), arms.theirs(), arms.local()
+            step(f"restores {case.what}")
+            before = counted(engine, READ)
+            ours, theirs, local = interleave([arms.ours, arms.theirs, arms.local], repetitions)
+            after = counted(engine, READ)
+            _check_source(engine, case)
+            engine.end()
+    nbytes = int((sum(after.values()) - sum(before.values())) / (2 * repetitions))
+    hit = min(local)
+    name = f"vLLM tier, {tokens:,} tokens restored {case.what}"
+    rates = [[Measured(nbytes, max(one - hit, _LEAST_S)) for one in series] for series in (ours, theirs)]
+    note = f"TTFT {median(ours):.3f} s and {median(theirs):.3f} s less the shortest of a local hit, {hit:.3f} s"
+    return [
+        row(f"{name}: TTFT", "s", ours, theirs, FS, better="lower", target=1.0),
+        rate_row(f"{name}: rate", rates[0], rates[1], FS, target=1.0, note=note),
+        row(f"{name}: TTFT beside a local hit", "s", ours, local, "local prefix-cache hit", better="lower"),
+    ]
+
+
+def _check_source(engine: EngineProcess, case: Case) -> None:
+    """That the service had the blocks where they were to be; the first round, for nothing, may differ."""
+    found = counted(engine, HELD)
+    mine = sum(value for name, value in found.items() if name.endswith(f":held,{case.source}"))
+    other = sum(value for name, value in found.items() if ":held," in name) - mine
+    if other > mine / 4:
+        raise WrongResult(f"{case.what}: {mine:.0f} blocks came from {case.source}, {other:.0f} did not")
+
+
+def promotion_rows(
+    base: Path, step: Callable[[str], None], *, repetitions: int = PROMOTIONS, memory: Path = SHM
+) -> list[Row]:
+    """Without a model: half a minute. Two steps. memory: a folder on a tmpfs."""
+    from perdure.benchmarks.engines_tier_promotion import rows_of
+
+    made: list[Row] = []
+    base.mkdir(parents=True, exist_ok=True)
+    for case in (MEMORY, DISK):
+        step(f"promotions {case.what}")
+        where = memory if case is MEMORY else base
+        with (
+            tempfile.TemporaryDirectory(prefix="perdure-bench-", dir=where) as files,
+            tempfile.TemporaryDirectory(prefix="store-", dir=base) as data,
+            Host(Path(data) / "store", memory=case.pool_bytes) as service,
+        ):
+            made += rows_of(f"unix://{service.socket}", Path(files), case.what, case.prompts, repetitions)
+    return made
+
+
+def rows(
+    base: Path, model: Path, step: Callable[[str], None], *, tokens: int = TOKENS, repetitions: int = REPETITIONS
+) -> list[Row]:
+    """base: a folder on the device to measure. model: a directory that vLLM loads. Eight steps; two engines are
+    started, one after the other. Raises EngineFailed, ServiceFailed, WrongResult."""
+    made = promotion_rows(base, step)
+    for case in (MEMORY, DISK):
+        where = SHM if case is MEMORY else base
+        with (
+            tempfile.TemporaryDirectory(prefix="perdure-bench-", dir=where) as files,
+            tempfile.TemporaryDirectory(prefix="engine-", dir=base) as data,
+        ):
+            made += _restore_rows(Path(data), model, Path(files), case, step, tokens, repetitions)
+    return made
