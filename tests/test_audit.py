@@ -26,7 +26,7 @@ from perdure import limits
 from perdure.cli import main
 from perdure.errors import AuditDamaged, AuditUnavailable, InvalidArgument
 from perdure.governance import audit_files, audit_look, merkle
-from perdure.governance.audit import AuditLog, Event, acting, open_log
+from perdure.governance.audit import AuditLog, Event, _Waiting, acting, open_log
 from perdure.governance.checkpoint import Checkpoint, Signer, Verifier, open_checkpoint
 from perdure.testing.store import CORRUPT, FOUND, STORED, chain, keyspace, read, write
 
@@ -272,7 +272,7 @@ def test_what_a_kill_left_of_the_last_record_is_cut(tmp_path: Path) -> None:
     record = whole.splitlines(keepends=True)[-1]
     number = audit_files.decode(record).n + 1
     link = audit_files.previous(merkle.leaf_hash(record[:-1]))
-    more = audit_files.encode(Event("put", n=number, prev=link, blocks=2)) + b"\n"
+    more = audit_files.line_of(Event("put", n=number, prev=link, blocks=2)) + b"\n"
     for length in (0, 1, len(more) // 2, len(more) - 1, len(more)):
         copy = tmp_path / f"at{length}"
         shutil.copytree(tmp_path / "audit", copy / "audit")
@@ -325,7 +325,12 @@ def test_acknowledged_records_survive_sigkill(tmp_path: Path) -> None:
 class Full(AuditLog):
     """Its disk can be full, after half of what is written."""
 
-    full = False
+    full = lost = False
+
+    def _datasync(self) -> None:
+        if self.lost:
+            raise OSError(errno.EIO, "lost writes")
+        super()._datasync()
 
     def _pwrite(self, view: memoryview, at: int) -> int:
         if self.full:
@@ -361,6 +366,58 @@ def test_a_log_that_cannot_be_written(failing: Full, tmp_path: Path) -> None:
 # --- the store
 def ops(directory: Path) -> list[str]:
     return [event.op for _, event in audit_look.records(directory / "audit")]
+
+
+def test_a_log_that_cannot_be_synced(failing: Full, tmp_path: Path) -> None:
+    failing.append(Event("put"))
+    failing.lost = True
+    with pytest.raises(AuditUnavailable):
+        failing.append(Event("erase"), durable=True)
+    with pytest.raises(AuditUnavailable):
+        failing.guard()
+    assert failing.status()["problem"]
+    failing.lost = False
+    failing.guard()
+    assert failing.status()["problem"] is None
+    verdict = audit_look.verify(tmp_path / "audit")
+    assert (verdict.ok, verdict.signed) == (True, verdict.records)
+
+
+def test_names_that_are_no_text_do_not_stop_others(failing: Full, tmp_path: Path) -> None:
+    failing.append_all([Event("put", detail="before"), Event("put", detail="\ud800"), Event("put", detail="after")])
+    assert [event.detail for _, event in audit_look.records(tmp_path / "audit")] == ["before", "\\ud800", "after"]
+
+
+def test_a_record_whose_write_was_interrupted_is_not_taken_for_written(tmp_path: Path) -> None:
+    """By a signal in the thread that writes for the others."""
+    (tmp_path / "keystore").mkdir()
+
+    class Interrupted(AuditLog):
+        interrupt = True
+
+        def _pwrite(self, view: memoryview, at: int) -> int:
+            if self.interrupt:
+                os.pwrite(self._fd, view[: view.nbytes // 2], at)
+                self._queue.append(_Waiting(Event("put")))
+                raise KeyboardInterrupt
+            return super()._pwrite(view, at)
+
+    with closing(Interrupted(tmp_path / "audit", audit_files.signer_of(tmp_path, STORE), SECRET)) as log:
+        with pytest.raises(KeyboardInterrupt):
+            log.append(Event("put", detail="x" * 100))
+        log._queue.clear()
+        log._write()
+        log.interrupt = False
+        log.append(Event("read"))
+    assert [event.op for _, event in audit_look.records(tmp_path / "audit")] == ["read"]
+    assert audit_look.verify(tmp_path / "audit").ok
+
+
+def test_reads_stay_audited_when_the_store_is_opened_without_saying_so(tmp_path: Path) -> None:
+    for mode, every in (("on", False), ("reads", True), ("auto", True), ("on", False), ("auto", False)):
+        with perdure.open(tmp_path, audit=mode, memory=0) as store:
+            assert store.core.audit is not None
+            assert store.core.audit.every_read is every
 
 
 def test_what_a_store_records(tmp_path: Path) -> None:

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import base64
+import os
 import shutil
+import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -16,7 +19,7 @@ from click.testing import CliRunner
 import perdure
 from perdure import Store, limits
 from perdure.cli import main
-from perdure.errors import ConfigError, InvalidArgument, KeyDestroyed, KeyUnavailable
+from perdure.errors import CatalogError, ConfigError, InvalidArgument, KeyDestroyed, KeyUnavailable
 from perdure.governance import audit_look
 from perdure.governance.kek import FileKek, Kek, VaultKek, kek_of
 from perdure.governance.keystore import Keystore
@@ -103,8 +106,70 @@ def test_what_is_destroyed_is_gone_and_says_so(tmp_path: Path) -> None:
             one.key(TENANT, SEGMENTS[1])
         with pytest.raises(KeyDestroyed):
             one.create(TENANT, SEGMENTS[2])
-    assert keys.sweep(lambda segment: segment == SEGMENTS[1]) == 2
+    assert keys.tidy(lambda segment: segment == SEGMENTS[1]) == 2
     assert [path.stem for path in tmp_path.glob("segments/*/*")] == [SEGMENTS[1].hex()]
+
+
+def test_a_destruction_that_was_cut_off_is_finished(tmp_path: Path) -> None:
+    keys = keystore(tmp_path)
+    for segment in SEGMENTS:
+        keys.create(TENANT, segment)
+    (tenant,) = (tmp_path / "tenants").iterdir()
+    left = tenant.with_name(f"{tenant.name}.0011223344ff.tmp")  # of a rotation that was cut off before
+    shutil.copy(tenant, left)
+    tenant.with_name(tenant.name + ".gone").touch()
+    again = keystore(tmp_path)
+    with pytest.raises(KeyDestroyed):
+        again.key(TENANT, SEGMENTS[0])
+    assert again.rotate() == 0
+    again.tidy(lambda segment: True)
+    assert [path.suffix for path in (tmp_path / "tenants").iterdir()] == [".gone"]
+    keys.create(OTHER, b"n" * 16)
+    (other,) = (path for path in (tmp_path / "tenants").iterdir() if not path.suffix)
+    shutil.copy(other, other.with_name(f"{other.name}.0011223344ff.tmp"))
+    keys.destroy_tenant(OTHER)
+    assert {path.suffix for path in (tmp_path / "tenants").iterdir()} == {".gone"}
+
+
+class SlowKek(FileKek):
+    """A key service that answers when it is let."""
+
+    def __init__(self, path: Path) -> None:
+        super().__init__(path, create=True)
+        self.let, self.asked = threading.Event(), 0
+        self.let.set()
+
+    def unwrap(self, wrapped: bytes, context: bytes) -> bytes:
+        self.asked += 1
+        assert self.let.wait(60)
+        return super().unwrap(wrapped, context)
+
+
+def test_a_slow_key_service_costs_only_who_needs_it_first(tmp_path: Path) -> None:
+    kek, clock = SlowKek(tmp_path / "kek.json"), Clock()
+    keystore(tmp_path, kek=lambda: kek).create(TENANT, SEGMENTS[0])
+    keys = keystore(tmp_path, clock, lambda: kek)
+    keys.create(OTHER, SEGMENTS[1])
+    kek.let.clear()
+    with pytest.raises(TimeoutError):
+        keys.key(TENANT, SEGMENTS[0], time.monotonic() + 0.01)
+    keys.key(OTHER, SEGMENTS[1])
+    keys.create(OTHER, SEGMENTS[2])
+    asked = kek.asked
+    with pytest.raises(TimeoutError):
+        keys.key(TENANT, SEGMENTS[0], time.monotonic())
+    assert kek.asked == asked == 1
+    clock.now += limits.key_lease_s * 0.75
+    keys.renew()
+    keys.key(OTHER, SEGMENTS[1], time.monotonic())  # trusted still
+    kek.let.set()
+    keys.key(TENANT, SEGMENTS[0])
+    while keys._asked:
+        time.sleep(0.001)
+    clock.now += limits.key_lease_s * 0.75
+    kek.let.clear()
+    keys.key(OTHER, SEGMENTS[1], time.monotonic())  # renewed
+    kek.let.set()
 
 
 class _Cut(Exception):
@@ -139,6 +204,7 @@ def test_rotation_cut_off_at_every_step(tmp_path: Path) -> None:
         ids = [keys.create(tenant, segment).key_id for tenant, segment in zip((TENANT, OTHER), SEGMENTS, strict=False)]
         files = {path: path.read_bytes() for path in folder.glob("segments/*/*")}
         old = (folder / "kek.json").read_bytes()
+        os.link(folder / "kek.json", folder / "kept")
         kek.left = step
         try:
             assert keys.rotate() == 2
@@ -150,6 +216,7 @@ def test_rotation_cut_off_at_every_step(tmp_path: Path) -> None:
         again = keystore(folder)
         assert [again.key(*pair).key_id for pair in zip((TENANT, OTHER), SEGMENTS, strict=False)] == ids
         assert {path: path.read_bytes() for path in folder.glob("segments/*/*")} == files
+        assert (folder / "kept").read_bytes() != old  # overwritten, not only replaced
         (folder / "kek.json").write_bytes(old)
         with pytest.raises(KeyUnavailable):
             keystore(folder).key(TENANT, SEGMENTS[0])
@@ -266,7 +333,7 @@ def test_blocks_are_encrypted_and_come_back(tmp_path: Path, memory: Any) -> None
     assert len({header[152:168] for header in headers}) == 1
     raw = stored_bytes(tmp_path)
     assert not any(block_of(key.tobytes(), 64) in raw for key in (*keys, *more))
-    with perdure.open(tmp_path, memory=memory) as store:  # what is encrypted stays readable, new segments are not
+    with perdure.open(tmp_path, memory=memory, encryption="off") as store:  # what is encrypted stays readable
         space = keyspace(store)
         for direct in (False, True):
             assert read(space, keys, direct=direct) == [FOUND] * 5
@@ -278,6 +345,41 @@ def test_blocks_are_encrypted_and_come_back(tmp_path: Path, memory: Any) -> None
         plain = chain(space, 3, 1)
         write(space, plain)
         assert block_of(plain[0].tobytes(), 64) in stored_bytes(tmp_path)
+
+
+def test_encryption_stays_as_it_was_asked_for_last(tmp_path: Path) -> None:
+    for mode, encrypted in (("auto", 0), ("on", 1), ("auto", 1), ("off", 0), ("auto", 0), ("tenants:acme", 1)):
+        with perdure.open(tmp_path, encryption=mode, memory=0) as store:
+            write(keyspace(store), chain(keyspace(store), 1 + len(store.core.table.all()), 1))
+            (opened,) = store.core.writer.open_segments()
+            assert (opened.key is not None) == encrypted
+
+
+def test_nothing_is_lost_when_an_index_is_rebuilt_without_keys(tmp_path: Path) -> None:
+    """Blocks that cannot be verified for want of a key stay, and come back with it."""
+    with perdure.open(tmp_path, encryption="on", memory=0) as store:
+        keys = chain(keyspace(store), 1, 3)
+        write(keyspace(store), keys)
+    next((tmp_path / "segments").rglob("*.idx")).unlink()
+    (tmp_path / "keystore/kek.json").rename(tmp_path / "kept")
+    with pytest.raises(CatalogError, match="decrypted"):
+        perdure.rebuild(tmp_path)
+    (tmp_path / "kept").rename(tmp_path / "keystore/kek.json")
+    with perdure.open(tmp_path, memory=0) as store:
+        assert store.wait_ready(60)
+        assert read(keyspace(store), keys) == [FOUND] * 3
+
+
+def test_an_older_control_store_costs_no_key(tmp_path: Path) -> None:
+    with perdure.open(tmp_path, encryption="on", memory=0) as store:
+        keys = chain(keyspace(store), 1, 3)
+        write(keyspace(store), keys)
+        (record,) = store.core.table.all()
+    (path,) = (path for path in (tmp_path / "keystore/segments").rglob("*") if path.is_file())
+    with perdure.open(tmp_path, memory=0) as store:
+        store.core.control.delete_segment(record.segment)
+    with perdure.open(tmp_path, memory=0):
+        assert path.exists()
 
 
 def test_only_the_tenants_asked_for(tmp_path: Path) -> None:

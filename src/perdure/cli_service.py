@@ -32,7 +32,7 @@ _FLAGS = (  # option, metavar, help; the key is the option's name. Values are ch
     ("--codec", "MODE", "Lossless compression: auto, on, off."),
     ("--admission", "MODE", "Which blocks are stored: always, never, value (reuse against wear)."),
     ("--audit", "MODE", "Audit log: auto (as last time, at first off), off, on, reads (every read by message)."),
-    ("--encryption", "MODE", "Encrypt new segments: on, off, tenants:NAME,NAME."),
+    ("--encryption", "MODE", "Encrypt new segments: auto (as last time, at first off), on, off, tenants:NAME,NAME."),
     ("--kek", "WHERE", "What wraps the keys: file:PATH or vault:URL#KEY."),
     ("--cpus", "LIST", "CPUs the service may use, for example 0-3,7."),
     ("--nice", "NUMBER", "Scheduling priority, -20 to 19."),

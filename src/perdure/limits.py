@@ -191,6 +191,8 @@ def _check(condition: bool, relation: str) -> None:
 _check(header_bytes <= page_bytes, "header_bytes <= page_bytes")
 _check(block_bytes_max + page_bytes <= segment_bytes_max, "a largest block fits a segment")
 _check(segment_bytes_min % page_bytes == 0 and segment_bytes_max % page_bytes == 0, "segments are whole pages")
+_check(segment_records_max <= 1 << 20, "a segment's key has random nonces: few enough records that none comes twice")
+_check(recency_flush_s < key_lease_s / 2, "keys are renewed while they are trusted")
 _check(read_io_bytes_max <= segment_bytes_max and write_io_bytes_max <= segment_bytes_max, "an I/O fits a segment")
 _check(capacity_bytes_min >= 2 * segment_bytes_min, "the smallest store holds an open and a sealed segment")
 _check(lease_ttl_s_default <= lease_ttl_s_max, "lease_ttl_s_default <= lease_ttl_s_max")

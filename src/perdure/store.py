@@ -22,6 +22,7 @@ import weakref
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -94,12 +95,13 @@ class Store:
         codec: str,
         seams: Seams,
         audit: str | bool = "auto",
-        encryption: str = "off",
+        encryption: str = "auto",
         kek: str = "",
         drop_index: bool = False,
     ):
         self.path = Path(path)
-        self._codec, self._encryption, self._kek = codec, encryption, kek
+        self._codec = codec
+        self._open_keys = partial(open_keystore, encryption=encryption, kek=kek)
         self._closed: str | None = None
         self._spaces: dict[bytes, Keyspace] = {}
         memory_bytes = parse_size(memory, "memory")
@@ -157,10 +159,11 @@ class Store:
             if not read_only:
                 Path(mirror).mkdir(mode=0o700, parents=True, exist_ok=True)
             roots.append(seams.files(str(mirror)))
-        keys, table = open_keystore(path, secret, self._encryption, self._kek), SegmentTable(control)
+        keys, table = self._open_keys(path, secret, read_only), SegmentTable(control)
         segments = SegmentStore(roots, secret, keys)
         if not read_only:
-            keys.sweep(lambda segment: table.get(segment) is not None)
+            # a file without a record, too: of a control store that is older than it, nothing may be made unreadable
+            keys.tidy(lambda segment: table.get(segment) is not None or segments.exists(segment))
         undo.callback(segments.close)
         engine, scratch, pool = seams.engine(), Scratch(), seams.pool(memory_bytes)
         undo.callback(engine.close)
@@ -344,8 +347,8 @@ def open(path: str | os.PathLike[str], **options: Any) -> Store:  # noqa: A001 (
     with other prices), or a function (`AdmissionRequest` -> mask). codec: default of keyspaces ("auto", "on", "off").
     audit: "on": keep an audit log in DIR/audit; "reads": and let no engine read memory unseen; "off"; "auto": as last
     time, at first off.
-    encryption: of new segments: "on", "off", "tenants:NAME,NAME". kek: what wraps their keys: "" (a file in
-    DIR/keystore), "file:PATH", "vault:URL#KEY".
+    encryption: of new segments: "on", "off", "tenants:NAME,NAME"; "auto": as last time, at first off. kek: what wraps
+    their keys: "" (a file in DIR/keystore), "file:PATH", "vault:URL#KEY".
     seams: clock, files, engine and catalog wrappers, for tests and benchmarks.
 
     Raises StorePathError, FormatError, StoreLocked, CatalogError, InvalidArgument, UnknownOption.
@@ -354,7 +357,7 @@ def open(path: str | os.PathLike[str], **options: Any) -> Store:  # noqa: A001 (
     check(options.get("admission"))
     chosen: Mapping[str, Any] = {
         "capacity": None, "memory": "256MiB", "read_only": False, "mirror": None, "admission": "always",
-        "codec": "auto", "audit": "auto", "encryption": "off", "kek": "",
+        "codec": "auto", "audit": "auto", "encryption": "auto", "kek": "",
     } | options  # fmt: skip
     return Store(path, **{"seams": Seams(), **chosen})
 

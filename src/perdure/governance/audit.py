@@ -5,14 +5,15 @@ Contract
   `audit_checkpoint_records`, what was appended is synced and a checkpoint of the Merkle tree signed (Ed25519); what a
   power cut or an editor takes before that is not noticed. `durable` waits for that.
 - Threads that append at the same time share one write.
-- If the log cannot be written, `guard` and `append` raise AuditUnavailable: what changes something is refused. Reads go
-  on (`note`), are counted, and the first record after that says how many are missing.
+- If the log cannot be written or synced, `guard` and `append` raise AuditUnavailable: what changes things is refused.
+  Reads go on (`note`), are counted, and the first record after that says how many are missing.
 - Never: tokens, text, salts, keys. Blocks and sessions are named by HMACs under a key that is not in the log.
 """
 
 from __future__ import annotations
 
 import contextlib
+import errno
 import hashlib
 import hmac
 import logging
@@ -77,10 +78,12 @@ class AuditLog:
         self._queue_lock = threading.Lock()
         self._lock = threading.Lock()  # of everything about the file
         self._signing = threading.Lock()
-        self._problem: OSError | None = None
+        self._problem: OSError | None = None  # of the last write
+        self._unsynced: OSError | None = None  # of the last sync
+        self._torn = False  # there may be bytes behind the last record
         self._lost = 0
         self.records_lost = 0
-        self._signed = -1
+        self._signed, self._synced_bytes = -1, 0
         self._wake, self._stop = threading.Event(), False
         folder.mkdir(mode=0o700, exist_ok=True)
         found = files.recover(folder, signer.verifier)
@@ -109,8 +112,8 @@ class AuditLog:
     # --- recording
     def guard(self) -> None:
         """Before something is changed: raises AuditUnavailable if it could not be recorded."""
-        if self._problem is not None:
-            self.append(Event("resumed"))
+        if self._problem is not None or self._unsynced is not None:
+            self.append(Event("resumed"), durable=self._unsynced is not None)
 
     def append(self, event: Event, *, durable: bool = False) -> None:
         """Raises AuditUnavailable; then the record is not in the log."""
@@ -132,7 +135,7 @@ class AuditLog:
         with self._lock:
             if not waiting[-1].done:
                 self._write()
-        problem = waiting[-1].problem
+        problem = waiting[-1].problem if waiting[-1].done else OSError(errno.EINTR, "it was interrupted")
         if problem is not None:
             raise _unavailable(problem)
 
@@ -155,13 +158,15 @@ class AuditLog:
         """Everything that waits, in one go."""
         with self._queue_lock:
             waiting, self._queue = self._queue, []
+        if not waiting:
+            return
         events = [one.event for one in waiting]
         if self._lost:
             events.insert(0, Event("gap", at=self._wall(), counts={"records_lost": self._lost}))
         lines, leaves, number, prev = [], [], self._tree.size, self._prev
         for event in events:
             event.n, event.prev, event.node = number, prev, self._node
-            line = files.encode(event)
+            line = files.line_of(event)
             leaf = leaf_hash(line)
             lines.append(line)
             leaves.append(leaf)
@@ -178,7 +183,7 @@ class AuditLog:
             for one in waiting:
                 one.done, one.problem = True, error
             return
-        self._problem, self._lost, self._prev = None, 0, prev
+        self._problem, self._torn, self._lost, self._prev = None, False, 0, prev
         self._nbytes += len(data)
         for leaf in leaves:
             self._tree.append(leaf)
@@ -188,8 +193,9 @@ class AuditLog:
             self._wake.set()
 
     def _put(self, data: bytes) -> None:
-        if self._problem is not None:  # half a line may be left of the last attempt
+        if self._torn:
             os.ftruncate(self._fd, self._nbytes)
+        self._torn = True
         if self._nbytes + len(data) > self._reserved:
             step = limits.audit_reserve_bytes
             reserve_beyond_end(self._folder / files.log_name(self._first), len(data) + step)
@@ -215,13 +221,28 @@ class AuditLog:
         """Sync and sign what there is; close a file that is large enough. Raises OSError."""
         with self._signing:
             with self._lock:
-                size, root, full = self._tree.size, self._tree.root(), self._nbytes >= limits.audit_file_bytes
+                size, root, nbytes = self._tree.size, self._tree.root(), self._nbytes
             if size != self._signed:
-                os.fdatasync(self._fd)
+                self._sync(nbytes)
                 files.write_new(self._folder / files.CHECKPOINT, self._note(size, root))
                 self._signed = size
-            if full:
+            if nbytes >= limits.audit_file_bytes:
                 self._rotate()
+
+    def _sync(self, nbytes: int) -> None:
+        """Raises OSError; then nothing is changed any more until one has succeeded."""
+        try:
+            if self._unsynced is not None:  # the kernel takes pages that it could not write for written
+                start = self._synced_bytes
+                os.pwrite(self._fd, os.pread(self._fd, nbytes - start, start), start)
+            self._datasync()
+        except OSError as error:
+            self._unsynced = error
+            raise
+        self._unsynced, self._synced_bytes = None, nbytes
+
+    def _datasync(self) -> None:
+        os.fdatasync(self._fd)
 
     def rotate(self) -> None:
         """Close the file that is written to. Raises OSError."""
@@ -234,7 +255,7 @@ class AuditLog:
             if self._tree.size == self._first:
                 return
             os.ftruncate(self._fd, self._nbytes)
-            os.fdatasync(self._fd)
+            self._sync(self._nbytes)
             path = self._folder / files.log_name(self._first)
             digest = files.Digest(
                 self._signer.verifier.name, self._first, self._tree.size - self._first,
@@ -246,7 +267,7 @@ class AuditLog:
             self._signed = self._tree.size
             os.close(self._fd)
             self._first, self._nbytes, self._before = self._tree.size, 0, hashlib.sha256(note).digest()
-            self._reserved = 0
+            self._reserved, self._synced_bytes = 0, 0
             self._fd = self._open_file()
 
     def _work(self) -> None:
@@ -261,7 +282,8 @@ class AuditLog:
     def status(self) -> dict[str, Any]:
         return {
             "records": self._tree.size, "signed": max(0, self._signed), "records_lost": self.records_lost,
-            "problem": None if self._problem is None else str(self._problem), "key": str(self._signer.verifier),
+            "problem": str(problem) if (problem := self._problem or self._unsynced) else None,
+            "key": str(self._signer.verifier),
         }  # fmt: skip
 
     def close(self) -> None:
@@ -306,6 +328,7 @@ def open_log(
         return None
     try:
         log = AuditLog(folder, files.signer_of(directory, store), id_key_of(root_secret), wall)
+        mode = files.lasting(folder / files.MODE, "on" if mode is True else str(mode), "on")
     except OSError as error:
         raise _unavailable(error) from error
     log.every_read = mode == "reads"

@@ -2,14 +2,16 @@
 
     DIR/audit/key.pub            verifier key (C2SP), for whoever checks the log
     DIR/audit/checkpoint         newest signed checkpoint: origin, records, root
+    DIR/audit/mode               as the store was last opened: on, reads
     DIR/audit/<first>.log        one JSON object per line; the line without its newline is the leaf of the Merkle tree
     DIR/audit/<first>.digest     of a closed file, signed: records, SHA-256, SHA-256 of the digest before, frontier
     DIR/keystore/audit.key       the private key (0600)
 
 Contract
 - A record names its number and the start of the hash of the record before: an edit is found where it is.
-- `recover` cuts what a killed writer left half-written, behind the last checkpoint only. What a checkpoint or digest
-  covers must be there unchanged, else AuditDamaged: then nothing is written, and an operator has to look.
+- `recover` cuts what a killed writer left half-written, behind the last checkpoint only. What the checkpoint covers of
+  the newest file must be there unchanged, else AuditDamaged: then nothing is written, and an operator has to look.
+  Closed files are not read again: `audit_look.verify` does.
 """
 
 from __future__ import annotations
@@ -32,6 +34,7 @@ from perdure.governance.merkle import Tree, leaf_hash
 
 FOLDER: Final = "audit"
 CHECKPOINT: Final = "checkpoint"
+MODE: Final = "mode"
 KEY: Final = "key.pub"
 PREVIOUS_DIGITS: Final = 16
 _DIGITS: Final = 20
@@ -63,8 +66,19 @@ class Event(msgspec.Struct, omit_defaults=True):
     detail: str = ""
 
 
-encode = msgspec.json.Encoder().encode
+_encode = msgspec.json.Encoder().encode
 decode = msgspec.json.Decoder(Event).decode
+
+
+def line_of(event: Event) -> bytes:
+    """Never raises for a text that is no text: the names in it are others'."""
+    try:
+        return _encode(event)
+    except UnicodeEncodeError:
+        for name, value in zip(event.__struct_fields__, msgspec.structs.astuple(event), strict=True):
+            if isinstance(value, str):
+                setattr(event, name, value.encode(errors="backslashreplace").decode())
+        return _encode(event)
 
 
 def log_name(first: int) -> str:
@@ -97,6 +111,16 @@ def write_new(path: Path, data: bytes) -> None:
         temporary.unlink(missing_ok=True)
         raise
     sync_folder(path.parent)
+
+
+def lasting(path: Path, asked: str, first: str) -> str:
+    """A setting that is kept in a file. "auto": what was asked for the last time, at first `first`. Raises OSError."""
+    there = path.read_text() if path.exists() else first
+    if asked == "auto":
+        return there
+    if asked != there:
+        write_new(path, asked.encode())
+    return asked
 
 
 def sync_folder(path: Path) -> None:

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import base64
 import json
+import os
 import secrets
 from pathlib import Path
 from typing import Any, Final, Protocol
@@ -40,6 +41,18 @@ def unseal(key: bytes, sealed: bytes, context: bytes) -> bytes:
         return AESGCM(key).decrypt(sealed[:NONCE_BYTES], sealed[NONCE_BYTES:], context)
     except (InvalidTag, ValueError):
         raise KeyUnavailable("a wrapped key does not open: it is damaged, or was wrapped by another key") from None
+
+
+def overwrite(path: Path, keep: bytes | None = None) -> None:
+    """Put random bytes over a file's; with `keep`, over the old ones after that has replaced them. Raises OSError."""
+    descriptor = os.open(path, os.O_WRONLY | os.O_CLOEXEC)
+    try:
+        if keep is not None:
+            write_new(path, keep)
+        os.pwrite(descriptor, secrets.token_bytes(os.fstat(descriptor).st_size), 0)
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
 
 
 class Kek(Protocol):
@@ -83,8 +96,12 @@ class FileKek:
         return keys, newest
 
     def _write(self, keys: dict[str, str], newest: str) -> None:
+        data = json.dumps({"newest": newest, "keys": keys}).encode()
         try:
-            write_new(self._path, json.dumps({"newest": newest, "keys": keys}).encode())
+            if self._path.exists():
+                overwrite(self._path, keep=data)
+            else:
+                write_new(self._path, data)
         except OSError as error:
             raise KeyUnavailable(f"{self._path}: cannot be written ({error})") from error
 
@@ -111,7 +128,8 @@ class FileKek:
 
     def retire(self) -> None:
         keys, newest = self._read()
-        self._write({newest: keys[newest]}, newest)
+        if len(keys) > 1:
+            self._write({newest: keys[newest]}, newest)
 
 
 class VaultKek:
@@ -161,7 +179,7 @@ class VaultKek:
 def kek_of(text: str, folder: Path) -> Kek:
     """From a setting: "" (a file in the keystore's folder), "file:PATH", "vault:URL#KEY". A file is made only for a
     keystore that has no keys yet. Raises ConfigError, KeyUnavailable."""
-    create = not (folder / "tenants").exists()
+    create = not any((folder / name).exists() for name in ("tenants", "segments"))
     kind, _, rest = text.partition(":")
     if not text:
         return FileKek(folder / "kek.json", create=create)

@@ -1,5 +1,6 @@
 """The keys of one store: KEK -> tenant key -> segment key, each random, each kept wrapped by the one before.
 
+    DIR/keystore/encryption                as the store was last opened: on, off, tenants:NAME,NAME
     DIR/keystore/kek.json                  the file provider's default place
     DIR/keystore/tenants/<tenant>          wrapped by the KEK; <tenant>.gone: destroyed
     DIR/keystore/segments/<xx>/<segment>   wrapped by the tenant's key; .gone: destroyed
@@ -7,22 +8,23 @@
 Contract
 - A key is durable before the first byte that it protects is written, and is written once. The folder is small, and is
   to be left out of snapshots and backups that outlive an erasure.
-- Random keys, never derived: a destroyed one is gone for everybody. Destroying overwrites, syncs, unlinks and leaves a
-  mark, first; on flash the old bytes may survive the overwriting, wrapped.
+- Random keys, never derived: a destroyed one is gone for everybody. Destroying leaves a mark, overwrites, syncs and
+  unlinks; cut off, it is finished by the next `tidy`. On flash the old bytes may survive the overwriting, wrapped.
 - `key id` = HMAC of the key: a file with another key in it is found, and a ciphertext is bound to one key.
-- Unwrapped tenant keys are trusted for `limits.key_lease_s`, then asked for again: a KEK that is gone denies everything
-  soon, one that is slow costs `limits.key_service_s`, once in `limits.key_retry_s`.
-- Raises KeyUnavailable, KeyDestroyed; thread-safe.
+- Unwrapped tenant keys are trusted for `limits.key_lease_s`; from its half on `renew` asks for them again, beside
+  serving. So a KEK that is gone denies everything soon, and one that is slow is waited for at the first use of a tenant
+  only: until the caller's deadline, `limits.key_service_s` at most, once in `limits.key_retry_s`.
+- Nobody waits for another tenant's key. Raises KeyUnavailable, KeyDestroyed; thread-safe.
 """
 
 from __future__ import annotations
 
 import contextlib
-import os
 import secrets
 import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
@@ -32,11 +34,12 @@ from cryptography.hazmat.primitives.ciphers.aead import AESGCM
 from perdure import limits
 from perdure.errors import InvalidArgument, KeyDestroyed, KeyUnavailable
 from perdure.governance.audit import AuditLog, Event
-from perdure.governance.audit_files import sync_folder, write_new
-from perdure.governance.kek import KEY_BYTES, Kek, kek_of, seal, unseal
+from perdure.governance.audit_files import lasting, sync_folder, write_new
+from perdure.governance.kek import KEY_BYTES, Kek, kek_of, overwrite, seal, unseal
 from perdure.keys import derive, tenant_id, tenant_secret
 
 _GONE: Final = ".gone"
+_MODE: Final = "encryption"
 _TENANT: Final = b"perdure/1/tenant-key\0"
 _SEGMENT: Final = b"perdure/1/segment-key\0"
 
@@ -70,34 +73,36 @@ class Keystore:
         self._tenants: dict[bytes, tuple[bytes, float]] = {}  # key, trusted until
         self._segments: dict[bytes, tuple[bytes, SegmentKey]] = {}  # tenant, key
         self._refused: dict[bytes, tuple[KeyUnavailable, float]] = {}  # until when nobody is asked again
-        self._lock = threading.RLock()
+        self._asked: dict[tuple[bytes, bool], Future[bytes]] = {}  # on their way
+        self._lock, self._kek_lock = threading.RLock(), threading.Lock()
 
     # --- use
     def create(self, tenant: bytes, segment: bytes) -> SegmentKey:
         """The key of a new segment. Raises KeyUnavailable."""
+        parent = self._tenant(tenant, create=True)
+        path, key = self._of_segment(segment), secrets.token_bytes(KEY_BYTES)
         with self._lock:
-            parent, path, key = (
-                self._tenant(tenant, create=True),
-                self._of_segment(segment),
-                secrets.token_bytes(KEY_BYTES),
-            )
+            if _gone(self._of_tenant(tenant)).exists():
+                raise KeyDestroyed(f"{tenant.hex()}: the key was destroyed")
             try:
                 self._write(path, seal(parent, key, _SEGMENT + tenant + segment))
             except OSError as error:
                 raise KeyUnavailable(f"{path}: cannot be written ({error})") from error
             return self._keep(tenant, segment, key)
 
-    def key(self, tenant: bytes, segment: bytes) -> SegmentKey:
-        """The key of a segment. Raises KeyUnavailable, KeyDestroyed."""
+    def key(self, tenant: bytes, segment: bytes, until: float | None = None) -> SegmentKey:
+        """The key of a segment. Raises KeyUnavailable, KeyDestroyed; TimeoutError, at `until` (monotonic seconds)."""
         known = self._segments.get(segment)
         trusted = self._tenants.get(tenant)
         if known is not None and known[0] == tenant and trusted is not None and self._monotonic() < trusted[1]:
             return known[1]
+        parent = self._tenant(tenant, until=until)
         with self._lock:
-            parent = self._tenant(tenant)
             known = self._segments.get(segment)
             if known is not None and known[0] == tenant:
                 return known[1]
+            if _gone(self._of_tenant(tenant)).exists():
+                raise KeyDestroyed(f"{tenant.hex()}: the key was destroyed")
             sealed = self._read(self._of_segment(segment))
             return self._keep(tenant, segment, unseal(parent, sealed, _SEGMENT + tenant + segment))
 
@@ -106,36 +111,77 @@ class Keystore:
         self._segments[segment] = (tenant, made)
         return made
 
-    def _tenant(self, tenant: bytes, *, create: bool = False) -> bytes:
-        """With the lock held."""
-        known = self._tenants.get(tenant)
-        if known is not None and self._monotonic() < known[1]:
-            return known[0]
-        self._forget(tenant)
-        refusal = self._refused.get(tenant)
-        if refusal is not None and self._monotonic() < refusal[1]:
-            raise KeyUnavailable(str(refusal[0]))
-        try:
-            key = self._asked(tenant, create)
-        except KeyDestroyed:
-            raise
-        except KeyUnavailable as error:
-            self._refused[tenant] = (error, self._monotonic() + limits.key_retry_s)
-            raise
-        self._tenants[tenant] = (key, self._monotonic() + limits.key_lease_s)
-        return key
+    def _tenant(self, tenant: bytes, *, create: bool = False, until: float | None = None) -> bytes:
+        with self._lock:
+            known = self._tenants.get(tenant)
+            if known is not None and self._monotonic() < known[1]:
+                return known[0]
+            self._forget(tenant)
+            refusal = self._refused.get(tenant)
+            if refusal is not None and self._monotonic() < refusal[1]:
+                raise KeyUnavailable(str(refusal[0]))
+            asked = self._ask(tenant, create)
+        return asked.result(None if until is None else max(0.0, until - time.monotonic()))
 
-    def _asked(self, tenant: bytes, create: bool) -> bytes:
+    def renew(self) -> None:
+        """Ask again for the keys that are used, without waiting; until they are trusted no more, the old ones serve."""
+        with self._lock:
+            soon = self._monotonic() + limits.key_lease_s / 2
+            for tenant in [tenant for tenant, (_, until) in self._tenants.items() if until < soon]:
+                self._ask(tenant, create=False)
+
+    def _ask(self, tenant: bytes, create: bool) -> Future[bytes]:
+        """With the lock held. In a thread of its own, once for all who want to know."""
+        asked = self._asked.get((tenant, create))
+        if asked is None:
+            asked = self._asked[tenant, create] = Future()
+            threading.Thread(target=self._answer, args=(tenant, create, asked), name="perdure-kek", daemon=True).start()
+        return asked
+
+    def _answer(self, tenant: bytes, create: bool, asked: Future[bytes]) -> None:
+        try:
+            key = self._unwrapped(tenant, create)
+        except Exception as error:  # noqa: BLE001 (whoever waits is told)
+            with self._lock:
+                del self._asked[tenant, create]
+                if not isinstance(error, KeyDestroyed):
+                    refusal = KeyUnavailable(str(error))
+                    self._refused[tenant] = (refusal, self._monotonic() + limits.key_retry_s)
+            asked.set_exception(error if isinstance(error, KeyUnavailable) else KeyUnavailable(repr(error)))
+            return
+        with self._lock:
+            del self._asked[tenant, create]
+            destroyed = _gone(self._of_tenant(tenant)).exists()
+            if not destroyed:
+                self._tenants[tenant] = (key, self._monotonic() + limits.key_lease_s)
+        if destroyed:
+            asked.set_exception(KeyDestroyed(f"{tenant.hex()}: the key was destroyed"))
+        else:
+            asked.set_result(key)
+
+    def _unwrapped(self, tenant: bytes, create: bool) -> bytes:
         path = self._of_tenant(tenant)
-        kek = self._kek = self._kek or self._make_kek()
-        if create and not path.exists() and not _gone(path).exists():
-            key = secrets.token_bytes(KEY_BYTES)
+        with self._kek_lock:
+            kek = self._kek = self._kek or self._make_kek()
+        with self._lock:
+            new = create and not path.exists() and not _gone(path).exists()
+            sealed = b"" if new else self._read(path)
+        if not new:
             try:
-                self._write(path, kek.wrap(key, _TENANT + tenant))
-            except OSError as error:
-                raise KeyUnavailable(f"{path}: cannot be written ({error})") from error
-            return key
-        return kek.unwrap(self._read(path), _TENANT + tenant)
+                return kek.unwrap(sealed, _TENANT + tenant)
+            except KeyUnavailable:
+                again = self._read(path)
+                if again == sealed:
+                    raise
+                return kek.unwrap(again, _TENANT + tenant)  # a rotation was faster
+        key = secrets.token_bytes(KEY_BYTES)
+        wrapped = kek.wrap(key, _TENANT + tenant)
+        try:
+            with self._lock:
+                self._write(path, wrapped)
+        except OSError as error:
+            raise KeyUnavailable(f"{path}: cannot be written ({error})") from error
+        return key
 
     def _forget(self, tenant: bytes) -> None:
         self._tenants.pop(tenant, None)
@@ -166,25 +212,34 @@ class Keystore:
             _destroy(path, mark=False)
             _gone(path).unlink(missing_ok=True)
 
-    def sweep(self, alive: Callable[[bytes], bool]) -> int:
-        """Drop the keys of segments that do not exist (a process died between the two); how many."""
-        stems = {path.stem for path in self._folder.glob("segments/*/*") if len(path.stem) == 2 * limits.id_bytes}
-        orphans = [segment for segment in map(bytes.fromhex, stems) if not alive(segment)]
-        for segment in orphans:
-            self.drop(segment)
-        return len(orphans)
+    def tidy(self, alive: Callable[[bytes], bool]) -> int:
+        """What a process that died left behind: half-written files, destructions that were cut off, and keys of
+        segments that are not `alive`; how many of the last. Raises KeyUnavailable."""
+        try:
+            with self._lock:
+                for path in self._folder.glob("**/*.tmp"):
+                    _wipe(path)
+                for mark in self._folder.glob(f"**/*{_GONE}"):
+                    _wipe(mark.with_suffix(""))
+                stems = {one.stem for one in self._folder.glob("segments/*/*") if len(one.stem) == 2 * limits.id_bytes}
+                orphans = [segment for segment in map(bytes.fromhex, stems) if not alive(segment)]
+                for segment in orphans:
+                    self.drop(segment)
+                return len(orphans)
+        except OSError as error:
+            raise KeyUnavailable(f"{self._folder}: cannot be tidied ({error}); check owner, mode, mount") from error
 
     # --- the KEK
     def rotate(self) -> int:
         """A new KEK: wraps every tenant's key anew, then destroys the old one. No data is rewritten. How many tenants.
 
         Cut off anywhere, it can be done again: until its end both versions open what they have wrapped."""
-        with self._lock:
+        with self._lock, self._kek_lock:
             kek = self._kek = self._kek or self._make_kek()
             kek.rotate()
             count = 0
             for path in sorted((self._folder / "tenants").glob("*")):
-                if path.suffix or len(path.name) != 2 * limits.id_bytes:
+                if len(path.name) != 2 * limits.id_bytes or _gone(path).exists():
                     continue
                 context = _TENANT + bytes.fromhex(path.name)
                 wrapped = self._read(path)
@@ -227,13 +282,15 @@ def _destroy(path: Path, *, mark: bool) -> None:
     if mark:
         path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         write_new(_gone(path), b"")
+    for unfinished in path.parent.glob(f"{path.name}.*.tmp"):
+        _wipe(unfinished)
+    _wipe(path)
+
+
+def _wipe(path: Path) -> None:
+    """Overwrite, sync and unlink, if it is there."""
     with contextlib.suppress(FileNotFoundError):
-        descriptor = os.open(path, os.O_WRONLY | os.O_CLOEXEC)
-        try:
-            os.pwrite(descriptor, secrets.token_bytes(os.fstat(descriptor).st_size), 0)
-            os.fsync(descriptor)
-        finally:
-            os.close(descriptor)
+        overwrite(path)
         path.unlink()
         sync_folder(path.parent)
 
@@ -248,14 +305,28 @@ def rotate(keys: Keystore, audit: AuditLog | None) -> int:
     return count
 
 
-def open_keystore(directory: Path, root_secret: bytes, encryption: str = "off", kek: str = "") -> Keystore:
-    """The keys of a store. encryption: "on", "off" or "tenants:NAME,NAME"; kek: see `kek_of`.
+def open_keystore(
+    directory: Path, root_secret: bytes, read_only: bool, *, encryption: str = "auto", kek: str = ""
+) -> Keystore:
+    """The keys of a store. encryption: "on", "off", "tenants:NAME,NAME" or "auto" (as last time, at first off).
 
-    Raises InvalidArgument."""
-    names = [one for one in encryption.removeprefix("tenants:").split(",") if one]
-    if encryption not in ("on", "off") and not (encryption.startswith("tenants:") and names):
-        raise InvalidArgument(f"encryption={encryption!r}: must be on, off or tenants:NAME,NAME")
-    everyone = encryption == "on"
-    ids = set() if encryption in ("on", "off") else {tenant_id(tenant_secret(root_secret, name)) for name in names}
+    kek: see `kek_of`. Raises InvalidArgument, KeyUnavailable."""
     folder = directory / "keystore"
+    check_encryption(encryption)
+    try:
+        encryption = lasting(folder / _MODE, "auto" if read_only else encryption, "off")
+    except OSError as error:
+        raise KeyUnavailable(f"{folder}: {error}; check owner, mode, mount") from error
+    everyone = encryption == "on"
+    ids = {tenant_id(tenant_secret(root_secret, name)) for name in check_encryption(encryption)}
     return Keystore(folder, lambda: kek_of(kek, folder), lambda tenant: everyone or tenant in ids)
+
+
+def check_encryption(encryption: str) -> list[str]:
+    """The tenants that are named. Raises InvalidArgument."""
+    names = [one for one in encryption.removeprefix("tenants:").split(",") if one]
+    if encryption in ("auto", "on", "off"):
+        return []
+    if not (encryption.startswith("tenants:") and names):
+        raise InvalidArgument(f"encryption={encryption!r}: must be auto, on, off or tenants:NAME,NAME")
+    return names

@@ -246,7 +246,9 @@ class SegmentReader:
         try:
             if keys is None:
                 raise KeyUnavailable("it is encrypted, and there is no keystore")
-            key = keys.key(row[TENANT], row[SEGMENT])
+            key = keys.key(row[TENANT], row[SEGMENT], plan.deadline)
+        except TimeoutError:
+            return "its key was not there by the deadline", BlockStatus.LATE
         except KeyDestroyed as error:
             return str(error), BlockStatus.MISSING
         except KeyUnavailable as error:

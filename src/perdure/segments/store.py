@@ -167,6 +167,14 @@ class SegmentStore:
             with contextlib.suppress(FileNotFoundError):
                 root.sync_directory(segment_path(segment).rpartition("/")[0])
 
+    def exists(self, segment: bytes) -> bool:
+        """Whether a root has its file. Raises OSError."""
+        for root in self.roots:
+            with contextlib.suppress(FileNotFoundError):
+                root.open(segment_path(segment)).close()
+                return True
+        return False
+
     def list(self) -> builtins.list[bytes]:
         """Ids of all segment files in the first root, in id (time) order."""
         files = _files(self.roots[0])

@@ -141,8 +141,9 @@ class Settings(BaseSettings):
         "unseen; write auto, off, on or reads",
     )  # fmt: skip
     encryption: str = Field(
-        "off", pattern=r"^(on|off|tenants:.+)$",
-        description="AES-256-GCM for new segments; write on, off or tenants:NAME,NAME",
+        "auto", pattern=r"^(auto|on|off|tenants:.+)$",
+        description="AES-256-GCM for new segments; auto: as last time, at first off; write auto, on, off or "
+        "tenants:NAME,NAME",
     )  # fmt: skip
     kek: str = Field(
         "", pattern=r"^(|file:.+|vault:.+#.+)$",
