@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from perdure import cli_engine, cli_service, cli_sessions
+from perdure import cli_audit, cli_engine, cli_keys, cli_service, cli_sessions
 
 if TYPE_CHECKING:
     from perdure.benchmarks.harness import Report
@@ -227,6 +227,16 @@ def bench_sessions(directory: Path, quick: bool, as_json: bool, traces: Path | N
     _print_report(sessions.run(directory, quick=quick, json=as_json, traces=traces), as_json)
 
 
+@bench.command("governance")
+@_bench_options
+def bench_governance(directory: Path, quick: bool, as_json: bool) -> None:
+    """What encryption and the audit log cost, beside the same work without them."""
+    from perdure.benchmarks import governance
+
+    directory.mkdir(parents=True, exist_ok=True)
+    _print_report(governance.run(directory, quick=quick, json=as_json), as_json)
+
+
 @bench.command("engines")
 @_bench_options
 @click.option("--section", "sections", multiple=True, help="Only this section; may be repeated.")
@@ -268,7 +278,8 @@ def demo_vllm(directory: Path, setup_s: float | None, as_json: bool) -> None:
     sys.exit(demonstration.run_vllm(directory, json=as_json, setup_s=setup_s))
 
 
-for _command in (*cli_service.COMMANDS, cli_sessions.sessions, cli_engine.engine, cli_engine.engine_check):
+_GROUPS = (cli_sessions.sessions, cli_engine.engine, cli_engine.engine_check, cli_audit.audit, cli_keys.keys)
+for _command in (*cli_service.COMMANDS, *_GROUPS):
     main.add_command(_command)
 
 

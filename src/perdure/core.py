@@ -35,6 +35,7 @@ from perdure.catalog.codec import satisfies
 from perdure.clock import Clock, SteadyWall
 from perdure.directory import Identity
 from perdure.errors import CatalogError
+from perdure.governance.audit import AuditLog
 from perdure.io.api import Engine, Files
 from perdure.io.files import reserve_beyond_end
 from perdure.io.memory import Scratch
@@ -258,6 +259,7 @@ class Core:
     filled: threading.Event = field(default_factory=threading.Event)  # the presence index knows what the catalog knows
     limbo: deque[tuple[threading.Event, list[Slot]]] = field(default_factory=deque)  # slots the disk may still write to
     index_lost: bool = False  # the block index is being rebuilt in the background
+    audit: AuditLog | None = None
     sessions: Any = None  # session_heads.Sessions, which is built of this
 
     def __post_init__(self) -> None:

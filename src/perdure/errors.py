@@ -70,3 +70,19 @@ class ServiceBusy(PerdureError):
 
 class ProtocolError(PerdureError):
     """The other side said something that is not the protocol, or speaks another version of it."""
+
+
+class AuditUnavailable(PerdureError):
+    """The audit log cannot take records (disk full, I/O error): what changes something is refused until it can."""
+
+
+class AuditDamaged(PerdureError):
+    """The audit log is not what was signed: cut short, edited, or not a log; the message says where."""
+
+
+class KeyUnavailable(PerdureError):
+    """A key that is needed cannot be had: its file or its key service is missing, slow, or another one than before."""
+
+
+class KeyDestroyed(KeyUnavailable):
+    """A key was destroyed on purpose: what it protected can never be read again."""

@@ -195,12 +195,16 @@ class Keeper:
         core = self._core
         for task in (
             core.reserve_catalog_space, self.save_recency, core.pins.expire, core.leases.expire, self.seal_idle,
-            self.settle_unsealed, self.sweep, core.sessions.sweep,
+            self.settle_unsealed, self.sweep, core.sessions.sweep, self.renew_keys,
         ):  # fmt: skip
             self.attempt(task)
 
     def seal_idle(self) -> None:
         self._core.writer.seal_idle(self._core.clock.monotonic() - limits.segment_idle_seal_s)
+
+    def renew_keys(self) -> None:
+        if self._core.segments.keys is not None:
+            self._core.segments.keys.renew()
 
     def sweep(self) -> None:
         """Not before the presence index is filled: the fill would bring back what is dropped here."""

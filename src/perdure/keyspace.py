@@ -67,6 +67,7 @@ class Keyspace(SessionVerbs):
         self.tenant_id = naming.tenant_id(secret)
         self.digest, self.shared_digest = digests.digest, digests.shared
         self.codec, self.admission = Encoder(codec, identity.layout.element_bytes), admissions.of(self)
+        self.audited = True  # its reads and writes are recorded, where there is a log
         need = record_bytes(self.layout.block_bytes)
         if not core.read_only and need > core.writer.segment_bytes:
             raise InvalidArgument(

@@ -181,6 +181,17 @@ corrupt_window_s: Final = 60.0
 corrupt_removals_per_window_max: Final = 32
 corrupt_segments_per_window_max: Final = 4
 
+# --- audit ----------------------------------------------------------------------------------------------------
+audit_checkpoint_s: Final = 1.0  # what was appended since is not signed yet
+audit_checkpoint_records: Final = 10_000
+audit_file_bytes: Final = 64 * MIB  # then it is closed, digested, and another one begun
+audit_reserve_bytes: Final = 1 * MIB  # disk space kept ahead of the log, so that a full disk shows before an operation
+
+# --- keys -----------------------------------------------------------------------------------------------------
+key_lease_s: Final = 300.0  # an unwrapped key is used so long without asking its key service again
+key_service_s: Final = 5.0
+key_retry_s: Final = 1.0  # a key service that did not answer is left alone so long
+
 # --- operation ------------------------------------------------------------------------------------------------
 drain_s_max: Final = 3600.0
 service_clients_entries_max: Final = 65_536
@@ -206,6 +217,8 @@ def _check(condition: bool, relation: str) -> None:
 _check(header_bytes <= page_bytes, "header_bytes <= page_bytes")
 _check(block_bytes_max + page_bytes <= segment_bytes_max, "a largest block fits a segment")
 _check(segment_bytes_min % page_bytes == 0 and segment_bytes_max % page_bytes == 0, "segments are whole pages")
+_check(segment_records_max <= 1 << 20, "a segment's key has random nonces: few enough records that none comes twice")
+_check(recency_flush_s < key_lease_s / 2, "keys are renewed while they are trusted")
 _check(read_io_bytes_max <= segment_bytes_max and write_io_bytes_max <= segment_bytes_max, "an I/O fits a segment")
 _check(capacity_bytes_min >= 2 * segment_bytes_min, "the smallest store holds an open and a sealed segment")
 _check(lease_ttl_s_default <= lease_ttl_s_max, "lease_ttl_s_default <= lease_ttl_s_max")

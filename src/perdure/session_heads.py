@@ -30,6 +30,7 @@ from perdure import session_form as form
 from perdure.catalog.api import KeyArray, fingerprints
 from perdure.core import Core
 from perdure.errors import InvalidArgument
+from perdure.governance.audit import Event
 from perdure.manifest import BLOCKS_MAX, ManifestMissing, ManifestRefused, Manifests
 from perdure.prefetch import Prefetcher
 from perdure.session import ACCEPTED, CLIPPED, MISSING, REJECTED, Scope
@@ -42,6 +43,8 @@ _ATTEMPTS_MAX: Final = 8
 _TOKENS_MAX: Final = 4  # that are out at one time
 _EVENTS_MAX: Final = 8
 _PAGE_LIVES: Final = 4  # pages are written for so many idle times of their session, and then written again
+_HINTS: Final = ("next_use", "prefetch")  # not recorded
+_LOOKING: Final = ("keys", "history", *_HINTS)
 _KEYS_PER_ANSWER: Final = limits.message_keys_max
 
 
@@ -75,6 +78,20 @@ class Sessions:
         handler = self._verbs.get(verb)
         if handler is None:
             raise InvalidArgument(f"session verb {verb!r}: must be one of {', '.join(self._verbs)}")
+        audit = self._core.audit
+        if audit is not None and verb not in _LOOKING:
+            audit.guard()
+        told = self._carry_out(handler, scope, fields)
+        if audit is not None and verb not in _HINTS:
+            name = str(fields.get("name", told.get("name", "")))
+            event = Event(
+                f"session-{verb}", tenant=scope.tenant, object=audit.id_of("session", scope.tenant_id + name.encode()),
+                space=audit.id_of("space", scope.keyspace), outcome=str(told.get("outcome", "")),
+            )  # fmt: skip
+            (audit.note if verb in _LOOKING else audit.append)(event)
+        return told
+
+    def _carry_out(self, handler: Callable[[Scope, Fields], Fields], scope: Scope, fields: Fields) -> Fields:
         try:
             return handler(scope, fields)
         except _Stop as stop:

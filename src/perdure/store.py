@@ -22,6 +22,7 @@ import weakref
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +35,8 @@ from perdure.catalogs import Catalogs, kind_of, open_catalogs
 from perdure.clock import Clock, SteadyWall, SystemClock
 from perdure.core import INDEX_LOST_KEY, STORE_NAMESPACE, Core, Incidents, Pins
 from perdure.errors import CatalogError, InvalidArgument, ReadOnlyStore, StoreClosed, StorePathError
+from perdure.governance.audit import Event, open_log
+from perdure.governance.keystore import open_keystore, rotate
 from perdure.io.aio import default_engine
 from perdure.io.api import Engine, Files
 from perdure.io.files import PosixFiles
@@ -61,7 +64,19 @@ _CAPACITY_DEFAULT = "20GiB"
 _CALL_THREADS = 4
 _INDEX_BYTES_PER_PAGE = 0.1  # address space for the index: capacity in pages times this, generously
 _FILL_WAIT_S = 30.0
-_OPTIONS = ("capacity", "memory", "read_only", "mirror", "admission", "codec", "catalog", "seams")
+_OPTIONS = (
+    "capacity",
+    "memory",
+    "read_only",
+    "mirror",
+    "admission",
+    "codec",
+    "catalog",
+    "audit",
+    "encryption",
+    "kek",
+    "seams",
+)
 
 
 @dataclass(slots=True)
@@ -91,10 +106,14 @@ class Store:
         codec: str,
         catalog: str | None,
         seams: Seams,
+        audit: str | bool = "auto",
+        encryption: str = "auto",
+        kek: str = "",
         drop_index: bool = False,
     ):
         self.path = Path(path)
         self._codec = codec
+        self._open_keys = partial(open_keystore, encryption=encryption, kek=kek)
         self._closed: str | None = None
         self._spaces: dict[bytes, Keyspace] = {}
         memory_bytes = parse_size(memory, "memory")
@@ -113,6 +132,8 @@ class Store:
             undo.callback(self._catalogs.close)
             self._core = self._assemble(identity, capacity, memory_bytes, read_only, mirror, seams, drop_index, undo)
             self._catalogs.watch(self._core.waiters)
+            if not read_only:
+                self._core.audit = open_log(self.path, identity.store, self._core.root_secret, seams.clock.wall, audit)
             undo.pop_all()
         self._prefetcher = Prefetcher(self._core)
         self._core.sessions = Sessions(self._core, self._check, self._prefetcher)
@@ -153,7 +174,11 @@ class Store:
             if not read_only:
                 Path(mirror).mkdir(mode=0o700, parents=True, exist_ok=True)
             roots.append(seams.files(str(mirror)))
-        segments, table = SegmentStore(roots, secret), SegmentTable(control)
+        keys, table = self._open_keys(path, secret, read_only), SegmentTable(control)
+        segments = SegmentStore(roots, secret, keys)
+        if not read_only:
+            # a file without a record, too: of a control store that is older than it, nothing may be made unreadable
+            keys.tidy(lambda segment: table.get(segment) is not None or segments.exists(segment))
         undo.callback(segments.close)
         engine, scratch, pool = seams.engine(), Scratch(), seams.pool(memory_bytes)
         undo.callback(engine.close)
@@ -218,12 +243,27 @@ class Store:
         self._check()
         return session_admin.every(self._core, tenant)
 
+    def rotate_kek(self) -> int:
+        """A new key-encryption key, recorded; see `Keystore.rotate`. Raises KeyUnavailable, AuditUnavailable."""
+        self._check()
+        if self._core.read_only or self._core.segments.keys is None:
+            raise ReadOnlyStore(f"{self.path} was opened read-only; open it without read_only=True")
+        return rotate(self._core.segments.keys, self._core.audit)
+
     def session_admin(self, verb: str, fields: dict[str, Any]) -> dict[str, Any]:
         """What `perdure sessions` asks; see `session_admin.administer`."""
         self._check()
         if self._core.read_only and verb not in ("list", "show"):
             raise ReadOnlyStore(f"{self.path} was opened read-only; open it without read_only=True")
-        return session_admin.administer(self._core, verb, fields)
+        audit = self._core.audit if verb in ("release", "expire") else None
+        if audit is not None:
+            audit.guard()
+        told = session_admin.administer(self._core, verb, fields)
+        if audit is not None:
+            audit.append(
+                Event("admin", detail=f"sessions {verb}", tenant=str(fields.get("tenant") or "")), durable=True
+            )
+        return told
 
     def status(self) -> dict[str, Any]:
         """What is stored, what it takes, how the store and its host are. JSON-able; sizes in bytes."""
@@ -231,6 +271,7 @@ class Store:
         answer = inspect.status(self._core)
         answer["codecs"] = {digest.hex(): space.codec.reason for digest, space in self._spaces.items()}
         answer["admission"] = self._admissions.status()
+        answer["audit"] = None if self._core.audit is None else self._core.audit.status()
         answer["background"] = {"ready": self._keeper.ready.is_set(), "last_error": self._keeper.last_error}
         return answer
 
@@ -274,6 +315,9 @@ class Store:
         with contextlib.ExitStack() as steps:  # run in reverse order, each even if another fails
             if self._lock is not None:
                 steps.callback(self._lock.close)
+            if core.audit is not None:
+                steps.callback(core.audit.close)
+                steps.callback(core.audit.note, Event("close"))
             for part in (core.pool, core.control, core.index, self._catalogs, core.engine, core.segments, core.reader):
                 steps.callback(part.close)
             steps.callback(core.workers.shutdown)
@@ -317,6 +361,10 @@ def open(path: str | os.PathLike[str], **options: Any) -> Store:  # noqa: A001 (
     admission: which blocks are worth storing: "always", "never", "value" (by expected value, learned; `ValueAdmission`
     with other prices), or a function (`AdmissionRequest` -> mask). codec: default of keyspaces ("auto", "on", "off").
     catalog: "valkey://h1,h2,h3" for a Valkey Cluster in place of LMDB in the directory; see `perdure.catalogs`.
+    audit: "on": keep an audit log in DIR/audit; "reads": and let no engine read memory unseen; "off"; "auto": as last
+    time, at first off.
+    encryption: of new segments: "on", "off", "tenants:NAME,NAME"; "auto": as last time, at first off. kek: what wraps
+    their keys: "" (a file in DIR/keystore), "file:PATH", "vault:URL#KEY".
     seams: clock, files, engine and catalog wrappers, for tests and benchmarks.
 
     Raises StorePathError, FormatError, StoreLocked, CatalogError, InvalidArgument, UnknownOption.
@@ -325,7 +373,7 @@ def open(path: str | os.PathLike[str], **options: Any) -> Store:  # noqa: A001 (
     check(options.get("admission"))
     chosen: Mapping[str, Any] = {
         "capacity": None, "memory": "256MiB", "read_only": False, "mirror": None, "admission": "always",
-        "codec": "auto", "catalog": None,
+        "codec": "auto", "catalog": None, "audit": "auto", "encryption": "auto", "kek": "",
     } | options  # fmt: skip
     return Store(path, **{"seams": Seams(), **chosen})
 

@@ -6,6 +6,7 @@ Contract
 - "Exists" never acknowledges less than asked: a present copy counts only if its durability, retention and expiry are at
   least those asked for; else the caller's copy is stored and replaces it.
 - Capacity is checked before the write; a full store makes room first (`segments.reclaim`), or rejects the block.
+- Where there is an audit log, nothing is written that cannot be recorded, and nothing acknowledged that was not.
 - With a lease, publishing is fenced: if the lease was lost, StaleFence is raised and nothing becomes visible.
 """
 
@@ -36,6 +37,7 @@ from perdure.catalog.api import (
 from perdure.catalog.codec import satisfies
 from perdure.core import Core
 from perdure.errors import CatalogError, StaleFence
+from perdure.governance.audit import AuditLog
 from perdure.keys import key_list
 from perdure.publishing import Publication, commit, flush_pending, show
 from perdure.reports import WriteReport, WriteStatus
@@ -80,6 +82,9 @@ def write(core: Core, space: Keyspace, keys: KeyArray, blocks: Sequence[Parts], 
     started = time.monotonic()
     count = len(keys)
     report = WriteReport(np.full(count, WriteStatus.FAILED, np.uint8), 0, 0, 0, 0.0)
+    audit = core.audit if space.audited and count else None
+    if audit is not None:
+        audit.guard()
     if terms.lease is not None and not core.control.check(terms.lease):
         raise StaleFence(f"lease {terms.lease.token} was lost before the write; nothing was written")
     todo = np.zeros(0, np.intp)
@@ -101,7 +106,18 @@ def write(core: Core, space: Keyspace, keys: KeyArray, blocks: Sequence[Parts], 
         blocks_write_failed=report.count(WriteStatus.FAILED), bytes_written=report.bytes,
         bytes_on_disk_written=report.stored_bytes,
     )  # fmt: skip
+    if audit is not None:
+        _record(audit, space, keys, terms, report)
     return report
+
+
+def _record(audit: AuditLog, space: Keyspace, keys: KeyArray, terms: Terms, report: WriteReport) -> None:
+    """Before anyone is told that the blocks are stored. Raises AuditUnavailable: then nobody is."""
+    amounts = np.bincount(report.statuses, minlength=len(WriteStatus)).tolist()
+    counts = {status.name.lower(): amount for status, amount in zip(WriteStatus, amounts, strict=False) if amount}
+    audit.append(
+        audit.message("put", space, keys, bytes=report.bytes, counts=counts, detail=terms.durability.name.lower())
+    )
 
 
 def _new_blocks(core: Core, keys: KeyArray, terms: Terms, report: WriteReport) -> tuple[NDArray[np.intp], Terms]:

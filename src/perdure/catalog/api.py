@@ -41,7 +41,7 @@ RECORD = np.dtype(
         ("codec", "u1"),
         ("durability", "u1"),  # a Durability
         ("retention", "u1"),  # retention class: log2 bucket of the TTL in minutes, 255 without TTL
-        ("reserved", "u1"),
+        ("cipher", "u1"),  # 0: none, 1: AES-256-GCM under the segment's key
     ]
 )
 """Where one block is: 64 bytes. Arrays of it are the only form in which block locations travel."""

@@ -6,13 +6,17 @@ where it stands and what its payload's checksum is, and carries a MAC under the 
 like a header (payloads are chosen by clients) is not one.
 
     0  magic "PERDUREB"        8 version u16     10 header_bytes u16    12 codec u8  13 durability u8  14 retention u8
-   15 reserved u8             16 keyspace 32    48 key 32               80 tenant 16  96 segment 16     112 offset u64
+   15 cipher u8               16 keyspace 32    48 key 32               80 tenant 16  96 segment 16     112 offset u64
   120 block_bytes u32        124 stored_bytes u32                      128 tenant_epoch u32   132 created_s u32
   136 expires_s u32          140 reserved u32  144 fence u64           152 key_id 16 168 nonce 12       180 reserved 12
-  192 payload_tag 16 (xxh3-128 of the stored payload, big-endian)      208 reserved 32                  240 mac 16
+  192 payload_tag 16 (see below)      208 reserved 32                  240 mac 16
 
 MAC: BLAKE2b-128 keyed with the segment secret over bytes 0..239. A reader compares bytes 0..127, all of which it knows
 beforehand, then the MAC, then the payload tag: any difference means the block is not delivered.
+
+Payload tag: xxh3-128 of the stored payload, big-endian; where cipher is 1 the stored payload is AES-256-GCM ciphertext
+and the tag is GCM's. The nonce is random per attempt to write; what is authenticated with it are bytes 0..167: tenant,
+keyspace, key, segment, position, sizes, key id, version.
 """
 
 from __future__ import annotations
@@ -21,7 +25,7 @@ import hashlib
 import os
 import struct
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -37,18 +41,21 @@ from perdure.keys import derive
 RECORD_MAGIC = b"PERDUREB"
 INDEX_MAGIC = b"PERDUREI"
 MAC_AT = limits.header_bytes - 16
+AAD_BYTES = 168
+NO_CIPHER, AES_256_GCM = 0, 1
+GCM_TAG_BYTES, NONCE_BYTES = 16, 12
 OTHER_KEYSPACE = "the key belongs to another keyspace"
-_IDENTITY = struct.Struct("<8sHHBBBx32s32s16s16sQII")
+_IDENTITY = struct.Struct("<8sHHBBBB32s32s16s16sQII")
 IDENTITY_BYTES = _IDENTITY.size
 
 HEADER = np.dtype(
     {
-        "names": ["magic", "version", "header_bytes", "codec", "durability", "retention", "keyspace", "key", "tenant",
-                  "segment", "offset", "block_bytes", "stored_bytes", "tenant_epoch", "created_s", "expires_s", "fence",
-                  "payload_tag", "mac"],
-        "formats": ["V8", "<u2", "<u2", "u1", "u1", "u1", "V32", "V32", "V16", "V16", "<u8", "<u4", "<u4", "<u4", "<u4",
-                    "<u4", "<u8", "V16", "V16"],
-        "offsets": [0, 8, 10, 12, 13, 14, 16, 48, 80, 96, 112, 120, 124, 128, 132, 136, 144, 192, 240],
+        "names": ["magic", "version", "header_bytes", "codec", "durability", "retention", "cipher", "keyspace", "key",
+                  "tenant", "segment", "offset", "block_bytes", "stored_bytes", "tenant_epoch", "created_s",
+                  "expires_s", "fence", "key_id", "nonce", "payload_tag", "mac"],
+        "formats": ["V8", "<u2", "<u2", "u1", "u1", "u1", "u1", "V32", "V32", "V16", "V16", "<u8", "<u4", "<u4", "<u4",
+                    "<u4", "<u4", "<u8", "V16", "V12", "V16", "V16"],
+        "offsets": [0, 8, 10, 12, 13, 14, 15, 16, 48, 80, 96, 112, 120, 124, 128, 132, 136, 144, 152, 168, 192, 240],
         "itemsize": limits.header_bytes,
     }
 )  # fmt: skip
@@ -97,6 +104,14 @@ def header_tag(page: memoryview) -> bytes:
     return bytes(page[192:208])
 
 
+def header_nonce(page: memoryview) -> memoryview:
+    return page[AAD_BYTES : AAD_BYTES + NONCE_BYTES]
+
+
+def header_key_id(page: memoryview) -> bytes:
+    return bytes(page[152:AAD_BYTES])
+
+
 def header_mac(secret: bytes, header: bytes | memoryview) -> bytes:
     return hashlib.blake2b(header[:MAC_AT], digest_size=16, key=secret).digest()
 
@@ -107,6 +122,7 @@ class HeaderFields:
 
     keyspace: bytes
     fence: int = 0
+    key_id: bytes = b""
 
 
 def write_headers(
@@ -114,10 +130,12 @@ def write_headers(
     keys: NDArray[np.uint8],
     records: RecordArray,
     fields: HeaderFields,
-    tags: Sequence[bytes],
+    tags: Sequence[bytes] | Callable[[int, bytes, bytes], bytes],
     secret: bytes,
 ) -> None:
-    """Fill header pages: `pages` (n, page_bytes) zeroed, one per record; `tags` payload checksums."""
+    """Fill header pages: `pages` (n, page_bytes) zeroed, one per record.
+
+    tags: payload checksums; or what encrypts: (number, nonce, authenticated bytes) -> tag, with `fields.key_id` set."""
     headers = pages[:, : limits.header_bytes].view(HEADER)[:, 0]  # a view: ravel() would copy
     headers["magic"] = np.void(RECORD_MAGIC)
     headers["version"] = limits.format_version
@@ -125,10 +143,18 @@ def write_headers(
     headers["keyspace"] = np.void(fields.keyspace)
     headers["key"] = keys.view("V32").ravel()
     headers["fence"] = fields.fence
-    headers["payload_tag"] = np.frombuffer(b"".join(tags), "V16")
-    for name in ("codec", "durability", "retention", "tenant", "segment", "offset", "block_bytes", "stored_bytes",
-                 "tenant_epoch", "created_s", "expires_s"):  # fmt: skip
+    for name in ("codec", "durability", "retention", "cipher", "tenant", "segment", "offset", "block_bytes",
+                 "stored_bytes", "tenant_epoch", "created_s", "expires_s"):  # fmt: skip
         headers[name] = records[name]
+    if callable(tags):
+        headers["key_id"] = np.void(fields.key_id)
+        nonces = os.urandom(NONCE_BYTES * len(headers))
+        headers["nonce"] = np.frombuffer(nonces, "V12")
+        tags = [
+            tags(number, nonces[number * NONCE_BYTES : (number + 1) * NONCE_BYTES], pages[number, :AAD_BYTES].tobytes())
+            for number in range(len(headers))
+        ]
+    headers["payload_tag"] = np.frombuffer(b"".join(tags), "V16")
     blake2b = hashlib.blake2b
     raw = pages[:, :MAC_AT].tobytes()
     macs = [blake2b(raw[at : at + MAC_AT], digest_size=16, key=secret).digest() for at in range(0, len(raw), MAC_AT)]
@@ -137,10 +163,10 @@ def write_headers(
 
 def expected_identity(keyspace: bytes, key: bytes, row: tuple[Any, ...]) -> bytes:
     """The first 128 header bytes that a block's header must have; `row` is its catalog record as a tuple."""
-    segment, tenant, offset, stored, block, _created, _expires, _epoch, codec, durability, retention, _ = row
+    segment, tenant, offset, stored, block, _created, _expires, _epoch, codec, durability, retention, cipher = row
     return _IDENTITY.pack(
-        RECORD_MAGIC, limits.format_version, limits.header_bytes, codec, durability, retention, keyspace, key, tenant,
-        segment, offset, block, stored,
+        RECORD_MAGIC, limits.format_version, limits.header_bytes, codec, durability, retention, cipher,
+        keyspace, key, tenant, segment, offset, block, stored,
     )  # fmt: skip
 
 
@@ -177,8 +203,7 @@ def records_of(headers: NDArray[np.void]) -> RecordArray:
     """Catalog records for headers read from a segment."""
     records = np.zeros(len(headers), RECORD)
     for name in RECORD.names or ():
-        if name != "reserved":
-            records[name] = headers[name]
+        records[name] = headers[name]
     return records
 
 

@@ -25,8 +25,9 @@ from perdure.pool.dram import Slot
 Row = tuple[Any, ...]
 """A catalog record as a tuple in RECORD order: ten times cheaper to look at than an element of the array."""
 
-SEGMENT, OFFSET, STORED, CODEC, BLOCK_BYTES, EXPIRES = map(
-    (RECORD.names or ()).index, ("segment", "offset", "stored_bytes", "codec", "block_bytes", "expires_s")
+SEGMENT, TENANT, OFFSET, STORED, CODEC, BLOCK_BYTES, EXPIRES, CIPHER = map(
+    (RECORD.names or ()).index,
+    ("segment", "tenant", "offset", "stored_bytes", "codec", "block_bytes", "expires_s", "cipher"),
 )
 
 
@@ -56,7 +57,9 @@ class Plan:
     deadline: float | None
     direct: bool = False
     domain: bytes = b""  # whose memory of the DRAM tier may be used (tenant id)
-    raw: bool = False  # deliver the stored bytes as they are (copy-forward, verify); destinations have stored_bytes
+    raw: bool = (
+        False  # deliver stored bytes, decrypted but not decoded (copy-forward, verify); so long are destinations
+    )
     statuses: NDArray[np.uint8] = field(init=False)
     problems: dict[int, str] = field(init=False)
     unread: dict[int, OSError] = field(init=False)  # those of the problems where the disk gave no bytes to judge
@@ -100,6 +103,7 @@ class Block:
     payload: Parts
     slot: Slot | None
     in_place: bool  # the payload is the caller's memory
+    sealed: memoryview | None = None  # ciphertext, and behind it room for its tag; `payload` is where it is
 
 
 @dataclass(slots=True)

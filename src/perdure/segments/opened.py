@@ -16,6 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from perdure.catalog.api import Durability
+from perdure.governance.keystore import SegmentKey
 from perdure.io.api import File
 
 SegmentClass = tuple[bytes, Durability, int]  # tenant, durability, retention class
@@ -26,6 +27,7 @@ class OpenSegment:
     segment: bytes
     kind: SegmentClass
     files: list[File]
+    key: SegmentKey | None  # None: not encrypted
     limit_bytes: int
     created_s: int
     boot_id: bytes

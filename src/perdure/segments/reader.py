@@ -1,7 +1,8 @@
 """Reading blocks: adjacent records merged into few direct reads, verified, delivered into the caller's memory.
 
 Contract
-- A block is delivered only after its header (identity, place, MAC) and its payload's checksum were verified.
+- A block is delivered only after its header (identity, place, MAC) and its payload's checksum, or its authentication
+  tag where it is encrypted, were verified. Without its key it is denied; if that was destroyed, missing.
 - Whatever fails is read once more through a new descriptor (from the other root where there is one); what still
   fails is reported as corrupt or missing, with the reason. Files that are gone and records cut short are misses.
   Without time for the second look a block is late: one look is no verdict.
@@ -16,14 +17,18 @@ from __future__ import annotations
 import errno
 from concurrent.futures import Future, ThreadPoolExecutor
 
+from cryptography.exceptions import InvalidTag
+
 from perdure import codecs, limits
 from perdure.buffers import Parts, all_aligned, copy_parts
+from perdure.errors import KeyDestroyed, KeyUnavailable
 from perdure.io.api import Engine, File, IOClass, Request, ShortTransfer
 from perdure.io.memory import Scratch
 from perdure.pool.dram import DramPool, Slot
 from perdure.segments import format as fmt
 from perdure.segments.landing import (
     BLOCK_BYTES,
+    CIPHER,
     CODEC,
     EXPIRES,
     FOUND,
@@ -31,6 +36,7 @@ from perdure.segments.landing import (
     OFFSET,
     SEGMENT,
     STORED,
+    TENANT,
     Area,
     Block,
     BlockStatus,
@@ -111,16 +117,25 @@ class SegmentReader:
         page = limits.page_bytes
         targets = [self._target(plan, position, root) for position in run]
         sizes = [fmt.record_bytes(plan.rows[position][STORED]) for position in run]
+        secret = [plan.rows[position][CIPHER] != fmt.NO_CIPHER for position in run]
         scratch = self._scratch.take(
             sum(size if target is None else 2 * page for size, target in zip(sizes, targets, strict=True))
+            + page * sum(secret)
         )
         own, at, scattered = scratch.view, 0, False
         areas: list[Area] = []
         blocks: list[Block] = []
-        for position, target, size in zip(run, targets, sizes, strict=True):
+        for position, target, size, sealed in zip(run, targets, sizes, secret, strict=True):
             stored = plan.rows[position][STORED]
             header = own[at : at + page]
             areas.append(Area(header, 0))
+            if sealed:
+                payload = own[at + page : at + page + stored + fmt.GCM_TAG_BYTES]
+                blocks.append(Block(position, header, [payload[:stored]], None, False, payload))
+                areas.append(Area(own[at + page : at + size], 0))  # no checksum: the tag says it
+                at += size + page
+                scattered = True
+                continue
             if target is None:
                 blocks.append(Block(position, header, [own[at + page : at + page + stored]], None, False))
                 areas.append(Area(own[at + page : at + size], stored))
@@ -161,7 +176,7 @@ class SegmentReader:
         """The caller's own parts (direct), a DRAM slot, or None for scratch."""
         row = plan.rows[position]
         stored = row[STORED]
-        if root is not None or plan.encoded(position) or plan.raw:
+        if root is not None or plan.encoded(position) or plan.raw or row[CIPHER] != fmt.NO_CIPHER:
             return None
         if not plan.direct:
             return self._pool.reserve(fmt.record_bytes(stored) - limits.page_bytes, plan.domain)
@@ -199,11 +214,14 @@ class SegmentReader:
             fmt.expected_identity(plan.keyspaces[position], plan.keys[position], row),
             self._segments.secret(row[SEGMENT]),
         )
-        if problem is None and (tag or fmt.payload_tag(block.payload)) != fmt.header_tag(block.header):
+        verdict = BlockStatus.DENIED if problem == fmt.OTHER_KEYSPACE else BlockStatus.CORRUPT
+        if problem is None and block.sealed is not None:
+            problem, verdict = self._decrypt(plan, block, block.sealed)
+        elif problem is None and (tag or fmt.payload_tag(block.payload)) != fmt.header_tag(block.header):
             problem = "payload checksum does not match"
         if problem is not None:
             plan.problems[position] = problem
-            plan.statuses[position] = BlockStatus.DENIED if problem == fmt.OTHER_KEYSPACE else BlockStatus.CORRUPT
+            plan.statuses[position] = verdict
             return
         destination = plan.destinations[position]
         if plan.encoded(position):
@@ -220,6 +238,38 @@ class SegmentReader:
             self._publish(plan, position, block.slot)
             block.slot = None
         plan.statuses[position] = FOUND
+
+    def _decrypt(self, plan: Plan, block: Block, sealed: memoryview) -> tuple[str | None, BlockStatus]:
+        """Into a slot of the DRAM tier, the caller's memory (direct) or where it lies; wiped if it does not verify."""
+        position, keys = block.position, self._segments.keys
+        row = plan.rows[position]
+        try:
+            if keys is None:
+                raise KeyUnavailable("it is encrypted, and there is no keystore")
+            key = keys.key(row[TENANT], row[SEGMENT], plan.deadline)
+        except TimeoutError:
+            return "its key was not there by the deadline", BlockStatus.LATE
+        except KeyDestroyed as error:
+            return str(error), BlockStatus.MISSING
+        except KeyUnavailable as error:
+            return str(error), BlockStatus.DENIED
+        if fmt.header_key_id(block.header) != key.key_id:
+            return "it was encrypted with another key", BlockStatus.DENIED
+        destination, target = plan.destinations[position], block.payload[0]
+        if not plan.raw and not plan.encoded(position):
+            if not plan.direct:
+                block.slot = self._pool.reserve(target.nbytes, plan.domain)
+                target = target if block.slot is None else block.slot.view[: target.nbytes]
+            elif len(destination) == 1:
+                target, block.in_place = destination[0], True
+        sealed[-fmt.GCM_TAG_BYTES :] = fmt.header_tag(block.header)
+        try:
+            key.cipher.decrypt_into(fmt.header_nonce(block.header), sealed, block.header[: fmt.AAD_BYTES], target)
+        except InvalidTag:
+            target[:] = bytes(target.nbytes)
+            return "its authentication tag does not verify", BlockStatus.CORRUPT
+        block.payload = [target]
+        return None, BlockStatus.FOUND
 
     def _keep_decoded(self, plan: Plan, position: int) -> None:
         """The DRAM tier holds blocks as the engine wants them, decoded once."""

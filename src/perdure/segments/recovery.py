@@ -5,7 +5,7 @@ Contract
   counts only if it stands where it says and its MAC under the segment's secret verifies.
 - What the block index knows decides which of them were published; when the index is lost, every record whose payload
   verifies is taken (its writer had the right to store it; the acknowledgement may be missing).
-- A disk that cannot tell (an I/O error) is not a verdict: it is raised, and nothing is decided about the segment.
+- A disk, or a keystore, that cannot tell is not a verdict: that is raised, and nothing is decided about the segment.
 - Runs beside serving. Never replays, never changes a segment file, never brings back a record that `dead` refuses.
 """
 
@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import errno
 from collections.abc import Callable, Iterator
 
 import numpy as np
@@ -68,13 +69,15 @@ class Recovery:
         return (np.concatenate(found) if found else np.zeros(0, fmt.INDEX_ENTRY)), size
 
     def verified(self, entries: NDArray[np.void]) -> NDArray[np.bool_]:
-        """Which entries' payloads verify (reads them all). Raises OSError if one could not be read."""
+        """Which entries' payloads verify (reads them all). Raises OSError if one, or its key, could not be read."""
         good = np.zeros(len(entries), bool)
         for at in range(0, len(entries), _VERIFY_BLOCKS):
             part = entries[at : at + _VERIFY_BLOCKS]
             plan = checked(self._reader, self._scratch, part)
             for error in plan.unread.values():
                 raise error
+            if (plan.statuses == BlockStatus.DENIED).any():
+                raise OSError(errno.ENOKEY, f"it cannot be decrypted now: {next(iter(plan.problems.values()))}")
             good[at : at + len(part)] = plan.statuses == BlockStatus.FOUND
         return good
 

@@ -12,13 +12,15 @@ from __future__ import annotations
 
 import builtins
 import contextlib
+import errno
 import threading
 from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from perdure import limits
-from perdure.errors import FormatError
+from perdure.errors import FormatError, KeyUnavailable
+from perdure.governance.keystore import Keystore, SegmentKey
 from perdure.io.api import File, Files
 from perdure.segments import format as fmt
 
@@ -44,8 +46,8 @@ def index_path(segment: bytes) -> str:
 class SegmentStore:
     """All segments of one store. Thread-safe."""
 
-    def __init__(self, roots: Sequence[Files], root_secret: bytes):
-        self.roots = tuple(roots)
+    def __init__(self, roots: Sequence[Files], root_secret: bytes, keys: Keystore | None = None):
+        self.roots, self.keys = tuple(roots), keys
         self._root_secret = root_secret
         self._handles: OrderedDict[bytes, _Handle] = OrderedDict()
         self._secrets: dict[bytes, bytes] = {}
@@ -58,6 +60,15 @@ class SegmentStore:
         if secret is None:
             secret = self._secrets[segment] = fmt.segment_secret(self._root_secret, segment)
         return secret
+
+    def new_key(self, tenant: bytes, segment: bytes) -> SegmentKey | None:
+        """Key of a segment about to be created, durable; None if the tenant's are not encrypted. Raises OSError."""
+        if self.keys is None or not self.keys.encrypts(tenant):
+            return None
+        try:
+            return self.keys.create(tenant, segment)
+        except KeyUnavailable as error:
+            raise OSError(errno.ENOKEY, f"nothing can be encrypted: {error}") from error
 
     def create(self, segment: bytes, *, roots: int = 1) -> list[File]:
         """New empty segment file in the first `roots` roots; all or none."""
@@ -146,6 +157,8 @@ class SegmentStore:
             self._secrets.pop(segment, None)
         if handle is not None:
             handle.file.close()
+        if self.keys is not None:
+            self.keys.drop(segment)
         for root in self.roots:
             for path in (segment_path(segment), index_path(segment)):
                 with contextlib.suppress(FileNotFoundError):
@@ -153,6 +166,14 @@ class SegmentStore:
             # Else a power cut could bring back files whose control record is gone: bytes nobody would account for.
             with contextlib.suppress(FileNotFoundError):
                 root.sync_directory(segment_path(segment).rpartition("/")[0])
+
+    def exists(self, segment: bytes) -> bool:
+        """Whether a root has its file. Raises OSError."""
+        for root in self.roots:
+            with contextlib.suppress(FileNotFoundError):
+                root.open(segment_path(segment)).close()
+                return True
+        return False
 
     def list(self) -> builtins.list[bytes]:
         """Ids of all segment files in the first root, in id (time) order."""

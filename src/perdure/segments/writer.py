@@ -12,14 +12,14 @@ from __future__ import annotations
 
 import errno
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
 from perdure import limits
-from perdure.buffers import Parts, all_aligned, copy_parts
+from perdure.buffers import Parts, all_aligned
 from perdure.catalog.api import RECORD, Durability, KeyArray, RecordArray, SegmentRecord, SegmentState
 from perdure.clock import Clock
 from perdure.errors import CatalogError
@@ -28,28 +28,11 @@ from perdure.io.memory import Scratch
 from perdure.segments import format as fmt
 from perdure.segments.opened import OpenSegment, SegmentClass
 from perdure.segments.space import NoSpace, SpaceBudget
+from perdure.segments.staging import Batch, Preparation
 from perdure.segments.store import SegmentStore
 from perdure.segments.table import SegmentTable
 
 _STAGE_PART_BYTES_MIN = 16 * limits.KIB  # smaller parts are gathered first: the kernel handles few large ones faster
-
-
-@dataclass(slots=True)
-class Batch:
-    """Blocks ready for storage, one entry per block; `payloads` are as they go to the disk (encoded)."""
-
-    keyspace: bytes
-    keys: KeyArray
-    payloads: Sequence[Parts]
-    block_bytes: int
-    codecs: NDArray[np.uint8]
-    tenant: bytes
-    tenant_epoch: int
-    durability: Durability
-    retention: int
-    created_s: int | NDArray[np.uint32]
-    expires_s: int | NDArray[np.uint32]
-    fence: int = 0
 
 
 @dataclass(slots=True)
@@ -61,38 +44,6 @@ class Appended:
     late: NDArray[np.bool_]
     errors: dict[int, OSError]
     segments: list[OpenSegment]
-
-
-class _Preparation:
-    """Staging, checksums and headers of one write's records; once, whichever root's thread comes first."""
-
-    def __init__(
-        self,
-        batch: Batch,
-        run: range,
-        records: RecordArray,
-        headers: memoryview,
-        staged: list[tuple[Parts, memoryview, int]],
-        secret: bytes,
-    ):
-        self._batch, self._run, self._records, self._headers = batch, run, records, headers
-        self._staged, self._secret = staged, secret
-        self._done = False
-        self._lock = threading.Lock()
-
-    def __call__(self) -> None:
-        with self._lock:
-            if self._done:
-                return
-            for parts, view, size in self._staged:
-                copy_parts(parts, [view[:size]])
-                view[size:] = bytes(view.nbytes - size)
-            batch, chosen = self._batch, slice(self._run.start, self._run.stop)
-            tags = [fmt.payload_tag(parts) for parts in batch.payloads[chosen]]
-            pages = np.frombuffer(self._headers, np.uint8).reshape(len(tags), limits.page_bytes)
-            fields = fmt.HeaderFields(batch.keyspace, batch.fence)
-            fmt.write_headers(pages, batch.keys[chosen], self._records, fields, tags, self._secret)
-            self._done = True
 
 
 class SegmentWriter:
@@ -174,6 +125,7 @@ class SegmentWriter:
         files: list[File] = []
         try:
             self._table.put(record)  # before the file: a file without a record would never be accounted for
+            key = self._segments.new_key(tenant, segment)
             files = self._segments.create(segment, roots=roots)
             for file in files:
                 file.allocate(0, first)
@@ -183,7 +135,7 @@ class SegmentWriter:
             self._remove(segment)
             raise
         limit = max(self.segment_bytes, need)
-        opened = OpenSegment(segment, kind, files, limit, now, boot_id, self._clock.monotonic(), first)
+        opened = OpenSegment(segment, kind, files, key, limit, now, boot_id, self._clock.monotonic(), first)
         with self._lock:
             self._open[kind] = opened
             crowd = sorted(self._open.values(), key=lambda one: one.last_used)[: -limits.segments_open_max]
@@ -268,6 +220,7 @@ class SegmentWriter:
         records["expires_s"] = np.broadcast_to(batch.expires_s, len(batch.keys))[span]
         records["tenant_epoch"] = batch.tenant_epoch
         records["codec"] = batch.codecs[span]
+        records["cipher"] = fmt.NO_CIPHER if opened.key is None else fmt.AES_256_GCM
         records["durability"] = batch.durability
         records["retention"] = batch.retention
         requests, settled = self._requests(batch, opened, span, records)
@@ -306,8 +259,8 @@ class SegmentWriter:
     ) -> tuple[list[Request], list[Callable[[], None]]]:
         """Vectored writes for one run of records, and what to give back when the last of them has settled.
 
-        Staging, checksums and headers are left to the threads that write (`_Preparation`): the first bytes go out while
-        the rest is still being hashed.
+        Staging, checksums and headers are left to the threads that write (`segments.staging`): the first bytes go out
+        while the rest is still being hashed.
         """
         page, alignment = limits.page_bytes, self._segments.roots[0].memory_alignment
         lease = self._scratch.take(len(records) * page)
@@ -322,8 +275,8 @@ class SegmentWriter:
 
         def flush(until: int) -> None:
             run, low, high = range(first, until), first - span.start, until - span.start
-            prepare = _Preparation(
-                batch, run, records[low:high], headers[low * page : high * page], list(staged), secret
+            prepare = Preparation(
+                batch, run, records[low:high], headers[low * page : high * page], list(staged), secret, opened.key
             )
             requests.extend(
                 Request(file, start, list(buffers), write=True, context=run, prepare=prepare) for file in opened.files
@@ -336,6 +289,7 @@ class SegmentWriter:
             size = int(records["stored_bytes"][number])
             padded = fmt.record_bytes(size) - page
             whole = padded == size and size // len(parts) >= _STAGE_PART_BYTES_MIN and all_aligned(parts, alignment)
+            whole &= opened.key is None
             if buffers and (
                 end + page + padded - start > limits.write_io_bytes_max
                 or len(buffers) + 1 + (len(parts) if whole else 1) > limits.io_vectors_max
@@ -343,10 +297,10 @@ class SegmentWriter:
                 flush(position)
                 first, start = position, end
             if not whole:
-                lease = self._scratch.take(padded)
+                lease = self._scratch.take(padded if opened.key is None else padded + fmt.GCM_TAG_BYTES)
                 leases.append(lease.give_back)
                 staged.append((parts, lease.view, size))
-                parts = [lease.view]
+                parts = [lease.view[:padded]]
             buffers.append(headers[number * page : (number + 1) * page])
             buffers.extend(parts)
             end += page + padded

@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING, Any
 from perdure import limits
 from perdure.errors import ConfigError, PerdureError, ProtocolError, ServiceBusy, ServiceUnavailable, StorePathError
 from perdure.flight import wait
+from perdure.governance.audit import acting
 from perdure.reports import WriteStatus
 from perdure.segments.landing import BlockStatus
 from perdure.service import messages as m
@@ -169,20 +170,8 @@ class Node:
         if payload and not isinstance(question, m.Put):
             raise ProtocolError(f"a {type(question).__name__} has no payload")
         try:
-            if isinstance(question, m.Get):
-                summary = self._get(stream, peer, question, since)
-            else:
-                if isinstance(question, m.Put):
-                    summary = self._put(stream, peer, question, payload, since)
-                elif isinstance(question, _ALLOWED) or (isinstance(question, m.Region) and question.kind == "nixl"):
-                    summary = self._answer(peer, question)
-                else:
-                    raise ProtocolError(f"{type(question).__name__} is no question for another host")
-                try:
-                    stream.send(self._encoded(summary), until=time.monotonic() + limits.stall_s)
-                except OSError:
-                    self._server.verbs.undo(peer, summary)
-                    raise
+            with acting(peer.who):
+                summary = self._carry_out(stream, peer, question, payload, since)
         except OSError:
             raise
         except Exception as error:  # noqa: BLE001 (a question must not end the connection)
@@ -192,6 +181,23 @@ class Node:
             stream.send(m.encode(summary), until=time.monotonic() + limits.stall_s)
         self._server.note(peer, question, summary, time.monotonic() - since)
         return True
+
+    def _carry_out(self, stream: Stream, peer: Peer, question: Any, payload: int, since: float) -> m.Message:
+        if isinstance(question, m.Get):
+            summary = self._get(stream, peer, question, since)
+        else:
+            if isinstance(question, m.Put):
+                summary = self._put(stream, peer, question, payload, since)
+            elif isinstance(question, _ALLOWED) or (isinstance(question, m.Region) and question.kind == "nixl"):
+                summary = self._answer(peer, question)
+            else:
+                raise ProtocolError(f"{type(question).__name__} is no question for another host")
+            try:
+                stream.send(self._encoded(summary), until=time.monotonic() + limits.stall_s)
+            except OSError:
+                self._server.verbs.undo(peer, summary)
+                raise
+        return summary
 
     def _answer(self, peer: Peer, question: Any) -> m.Message:
         answer, _ = self._server.verbs.answer(peer, question, [])

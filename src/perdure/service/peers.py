@@ -23,6 +23,7 @@ from perdure import limits
 from perdure.catalog.api import Lease, as_keys
 from perdure.core import Core
 from perdure.errors import ProtocolError, ServiceBusy
+from perdure.governance.audit import AuditLog, Event
 from perdure.keyspace import Keyspace, PinHandle
 from perdure.pool.dram import Slot
 from perdure.reports import ReadReport
@@ -83,6 +84,11 @@ class Peer:
         self.granted_bytes = 0
         self.notify: Callable[[bytes], None] = lambda data: None  # set by the server: one datagram, unasked for
 
+    @property
+    def who(self) -> str:
+        """In the audit log."""
+        return f"{self.remote or f'unix pid {self.pid}'} {self.name}"
+
     def number(self) -> int:
         with self.lock:
             self._numbers += 1
@@ -114,6 +120,12 @@ class Peer:
         if region is None:
             raise ProtocolError(f"region {number} is not registered")
         return region
+
+    def _tell_touched(self, audit: AuditLog, domain: Domain, blocks: int, nbytes: int) -> None:
+        """What the client says it has read from mapped memory."""
+        names = {space.tenant_id: space.tenant for space in self.spaces}
+        tenant = names.get(domain.tenant_id, domain.tenant_id.hex())
+        audit.note(Event("touched", who=self.who, tenant=tenant, blocks=blocks, bytes=nbytes, outcome="told by client"))
 
     # --- grants
     def promise(self, nbytes: int, bytes_max: int) -> bool:
@@ -220,6 +232,8 @@ class Peer:
         if keys:
             array = as_keys(keys)
             self.core.touches.add(array, self.core.tick())
+            if self.core.audit is not None:
+                self._tell_touched(self.core.audit, domain, len(keys), nbytes)
             for gate in {space.admission for space in list(self.spaces)}:
                 gate.asked(array)
             self.core.pool.touch(array)

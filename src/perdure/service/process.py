@@ -81,7 +81,8 @@ def run(
         _log.info("starting", extra=logs.fields(pid=os.getpid(), data=data, version=__version__))
         store = stores.open(
             data, capacity=settings.capacity, memory=settings.memory, mirror=settings.mirror, codec=settings.codec,
-            admission=settings.admission,
+            admission=settings.admission, audit=settings.audit,
+            encryption=settings.encryption, kek=settings.kek,
             seams=stores.Seams(pool=lambda nbytes: shared_pool(nbytes, huge=settings.hugepages)),
         )  # fmt: skip
         with contextlib.ExitStack() as started:
@@ -161,6 +162,7 @@ class Readiness:
     def __init__(self, store: stores.Store, metrics: Metrics | None = None):
         layout = KVLayout(block_tokens=1, block_bytes=_PROBE_BYTES, dtype="float32", order="probe")
         self._space = store.keyspace(model=PROBE_TENANT, weights="probe:1", layout=layout, tenant=PROBE_TENANT)
+        self._space.audited = False  # it asks itself, six times a minute
         self._space.admission = Gate()  # whether the disk works is no question of value
         self._metrics = metrics
         self._problem: str | None = "no block has been put and got yet"

@@ -136,6 +136,19 @@ class Settings(BaseSettings):
     admission: Literal["always", "never", "value"] = Field(
         "always", description="which blocks are stored: value weighs reuse against wear; write always, never or value"
     )
+    audit: Literal["auto", "off", "on", "reads"] = Field(
+        "auto", description="audit log; auto: as last time, at first off; reads: without memory that engines read "
+        "unseen; write auto, off, on or reads",
+    )  # fmt: skip
+    encryption: str = Field(
+        "auto", pattern=r"^(auto|on|off|tenants:.+)$",
+        description="AES-256-GCM for new segments; auto: as last time, at first off; write auto, on, off or "
+        "tenants:NAME,NAME",
+    )  # fmt: skip
+    kek: str = Field(
+        "", pattern=r"^(|file:.+|vault:.+#.+)$",
+        description="what wraps the keys (empty: a file in the store's keystore); write file:PATH or vault:URL#KEY",
+    )  # fmt: skip
     cpus: _Cpus = Field("", description="CPUs the service may use (empty: all); write a list such as 0-3,7")
     nice: int = Field(0, ge=-20, le=19, description="scheduling priority; write a number from -20 to 19")
     hugepages: bool = Field(default=False, description="put the pool into huge pages; write true or false")

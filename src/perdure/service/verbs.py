@@ -17,8 +17,10 @@ import numpy as np
 
 from perdure import limits
 from perdure.catalog.api import Lease
+from perdure.core import Core
 from perdure.errors import CatalogError, InvalidArgument, ProtocolError, ServiceBusy
 from perdure.flight import Wish
+from perdure.governance.audit import Event, acting
 from perdure.keyspace import Keyspace
 from perdure.reports import ReadReport, WriteStatus
 from perdure.segments.landing import BlockStatus
@@ -65,6 +67,12 @@ class Verbs:
         }  # fmt: skip
 
     def answer(self, peer: Peer, question: Any, fds: list[int]) -> Reply:
+        if self._core.audit is None:
+            return self._answer(peer, question, fds)
+        with acting(peer.who):
+            return self._answer(peer, question, fds)
+
+    def _answer(self, peer: Peer, question: Any, fds: list[int]) -> Reply:
         handler = self._handlers.get(type(question))
         if handler is None:
             raise ProtocolError(f"{type(question).__name__} is no question for a client that has said hello")
@@ -86,7 +94,7 @@ class Verbs:
             model=identity.model, weights=identity.weights, layout=identity.layout, tenant=q.tenant,
             lora=identity.lora, draft=identity.draft, codec=q.codec or None,
         )  # fmt: skip
-        mapped = bool(self._core.pool.budget_bytes) and not peer.remote
+        mapped = bool(self._core.pool.budget_bytes) and not peer.remote and not _unseen_forbidden(self._core)
         if mapped:
             self._domains.get(space.tenant_id)
         number = peer.open_space(space)
@@ -95,7 +103,10 @@ class Verbs:
     def _attach(self, peer: Peer, q: m.Attach) -> Reply:
         if len(q.versions) != 2:
             raise ProtocolError("versions of two tables are needed")
-        domain = self._domains.get(peer.space(q.space).tenant_id)
+        if _unseen_forbidden(self._core):
+            raise ProtocolError("this service audits every read: there is no memory to map")
+        space = peer.space(q.space)
+        domain = self._domains.get(space.tenant_id)
         items: list[tuple[str, int, int, int]] = []
         fds: list[int] = []
         try:
@@ -107,6 +118,9 @@ class Verbs:
             for fd in fds:
                 os.close(fd)
             raise
+        if self._core.audit is not None and len(items) > 1:
+            chunks = sum(item[0] == "chunk" for item in items)
+            self._core.audit.note(Event("grant-map", tenant=space.tenant, counts={"chunks": chunks}))
         return m.Attached(q.id, items, list(domain.chunks), more), fds
 
     def _ring(self, peer: Peer, domain: Domain) -> Ring:
@@ -344,6 +358,11 @@ class Verbs:
         space: Keyspace = peer.space(q.space)
         space.release(keys_of(q.keys))
         return m.Answered(q.id, True), []
+
+
+def _unseen_forbidden(core: Core) -> bool:
+    """Whether engines may not read memory without a message."""
+    return core.audit is not None and core.audit.every_read
 
 
 def _wait_until(peer: Peer, q: m.Reserve | m.Follow) -> float:
