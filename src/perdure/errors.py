@@ -65,3 +65,11 @@ class ServiceBusy(PerdureError):
 
 class ProtocolError(PerdureError):
     """The other side said something that is not the protocol, or speaks another version of it."""
+
+
+class PolicyError(PerdureError, ValueError):
+    """A policy, principal or matrix file is unusable; the message says which, where, and what to write instead."""
+
+
+class AccessDenied(PerdureError):
+    """Policy does not let this caller do that, or its token or capability is not valid (any more)."""

@@ -155,6 +155,15 @@ corrupt_window_s: Final = 60.0
 corrupt_removals_per_window_max: Final = 32
 corrupt_segments_per_window_max: Final = 4
 
+# --- governance -----------------------------------------------------------------------------------------------
+policy_file_bytes_max: Final = 1 * MIB
+policy_rules_entries_max: Final = 1000
+share_weight_ratio_max: Final = 1000
+token_bytes_max: Final = 16 * KIB
+token_leeway_s_max: Final = 120.0  # clocks that differ by more are wrong
+token_ttl_s_max: Final = 86_400.0
+capability_ttl_s_max: Final = 3600.0
+
 # --- operation ------------------------------------------------------------------------------------------------
 drain_s_max: Final = 3600.0
 service_clients_entries_max: Final = 65_536

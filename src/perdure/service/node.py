@@ -32,17 +32,18 @@ from perdure.service.nixl_node import Far
 from perdure.service.outgoing import Lot, gather
 from perdure.service.peers import Peer
 from perdure.service.sockets import is_loopback
-from perdure.service.streams import Stream
+from perdure.service.streams import Stream, TlsStream
 from perdure.service.turns import Places
 from perdure.service.verbs import Waiting
 
 if TYPE_CHECKING:
+    from perdure.governance.principals import Principal
     from perdure.service.server import Server
 
 _LOG = logging.getLogger("perdure.node")
 _ALLOWED = (
     m.OpenSpace, m.Lookup, m.Present, m.Reserve, m.Follow, m.EndLease, m.Pin, m.Unpin, m.Hint, m.Advise, m.Status,
-    m.Explain, m.ExplainPrefix, m.Sync, m.SessionAsk,
+    m.Explain, m.ExplainPrefix, m.Sync, m.SessionAsk, m.Exchange,
 )  # fmt: skip
 _PROBLEMS_MAX = 64  # told per frame
 
@@ -51,6 +52,9 @@ class Node:
     """The listener of one service. Binds at once, answers after `start`. `address`: (host, port) it is bound to."""
 
     def __init__(self, server: Server, host: str, port: int, tls: streams.TlsFiles | None):
+        if tls is None and server.guard is not None:
+            raise ConfigError(f"listen={host}:{port}: with a policy hosts are known by certificates; set tls_cert, "
+                              "tls_key and tls_ca")  # fmt: skip
         if tls is None and not is_loopback(host):
             raise ConfigError(f"listen={host}:{port}: other machines could reach the store without TLS")
         self._tls = None if tls is None else tls.context(server=True)
@@ -148,7 +152,7 @@ class Node:
             question = m.decode_question(data)
             if payload:
                 raise ProtocolError("a greeting has no payload")
-            peer, answer = self._server.greet(question, remote=address)
+            peer, answer = self._server.greet(question, remote=address, principal=self._principal(stream))
             mine = isinstance(question, m.Hello)
             stream.send(m.encode(answer), until=until)
             while not self._stopping and self._one(stream, peer):
@@ -158,6 +162,11 @@ class Node:
         finally:
             if peer is not None:
                 (self._server.dismiss if mine else self._server.left)(peer)
+
+    def _principal(self, stream: Stream) -> Principal | None:
+        """Who the host is, by its certificate. Raises AccessDenied."""
+        guard = self._server.guard
+        return None if guard is None else guard.by_certificate(stream.uris() if isinstance(stream, TlsStream) else [])
 
     def _one(self, stream: Stream, peer: Peer) -> bool:
         """One question and its answer; False at the end of the connection."""
@@ -218,7 +227,12 @@ class Node:
 
     # --- moving blocks
     def _get(self, stream: Stream, peer: Peer, q: m.Get, since: float) -> m.Message:
-        with _far(peer, q.region) as far:
+        guard = self._server.guard
+        refused = None if guard is None else guard.refusal(peer, q)
+        if isinstance(refused, m.Sent):
+            stream.send(m.encode(refused), until=time.monotonic() + limits.stall_s)
+            return m.Delivered(q.id, refused.statuses, 0, refused.problems, 0)
+        with nullcontext() if guard is None else guard.entered(peer, q), _far(peer, q.region) as far:
             return self._get_into(far, stream, peer, q, since)
 
     def _get_into(self, far: Far | None, stream: Stream, peer: Peer, q: m.Get, since: float) -> m.Message:
@@ -265,9 +279,13 @@ class Node:
             nbytes = len(keys) * size
             if payload != (0 if q.region else nbytes):
                 raise ProtocolError(f"{payload} bytes of payload for {len(keys)} blocks of {size} bytes")
+            refused = None if self._server.guard is None else self._server.guard.refusal(peer, q)
         except PerdureError:
             stream.skip(payload, receive_by)
             raise
+        if refused is not None:
+            stream.skip(payload, receive_by)
+            return refused
         if not self._turns.acquire(space.tenant_id, writing=True, timeout_s=until - time.monotonic()):
             stream.skip(payload, receive_by)
             return m.Written(q.id, bytes([WriteStatus.LATE]) * len(keys), 0, 0, {})

@@ -16,6 +16,7 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 
@@ -23,6 +24,7 @@ from perdure import limits
 from perdure.catalog.api import Lease, as_keys
 from perdure.core import Core
 from perdure.errors import ProtocolError, ServiceBusy
+from perdure.governance.principals import Principal
 from perdure.keyspace import Keyspace, PinHandle
 from perdure.pool.dram import Slot
 from perdure.reports import ReadReport
@@ -71,7 +73,9 @@ class Peer:
         self.token = os.urandom(16)
         self.lock = threading.Lock()
         self.ended = False
+        self.principal: Principal | None = None  # set by the server, where there is a policy
         self.spaces: list[Keyspace] = []
+        self.openings: list[Any] = []  # `guard.Opening` of each, where there is a policy
         self.regions: dict[int, Region] = {}
         self.pins: dict[int, PinHandle] = {}
         self.late: dict[int, ReadReport] = {}
@@ -94,11 +98,12 @@ class Peer:
             raise ProtocolError(f"keyspace {number} was not opened by this client")
         return self.spaces[number]
 
-    def open_space(self, space: Keyspace) -> int:
+    def open_space(self, space: Keyspace, opening: Any = None) -> int:
         with self.lock:
             if len(self.spaces) >= limits.spaces_per_client_max:
                 raise ServiceBusy(f"{limits.spaces_per_client_max} keyspaces are open; use the ones you have")
             self.spaces.append(space)
+            self.openings.append(opening)
             return len(self.spaces) - 1
 
     def maps(self, domain: Domain) -> set[int]:
@@ -177,6 +182,10 @@ class Peer:
         with self.lock:
             if self._leases.get(lease.scope) == lease:
                 del self._leases[lease.scope]
+
+    def holds(self, lease: Lease) -> bool:
+        with self.lock:
+            return self._leases.get(lease.scope) == lease
 
     # --- touches
     def drain(self) -> None:
