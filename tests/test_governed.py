@@ -442,3 +442,31 @@ def test_a_policy_needs_certificates_on_tcp(tmp_path: Path) -> None:
         serving(tmp_path / "s", policy=directory, listen=("127.0.0.1", 0)),
     ):
         pass
+
+
+def test_explaining_a_prefix_tells_no_digest_of_other_keyspaces(governed: Callable[..., Governed]) -> None:
+    """From a digest names can be made: of what another principal keeps to itself."""
+    service = governed(acme='scope = "private"', globex="")
+    one, two = keyspace(service.client("engine-a")), keyspace(service.client("engine-a2"))
+    write(one, chain(one, 1, 4))
+    told = two._store.explain_prefix(two, np.arange(64, dtype=np.uint32) + (1 << 16))
+    assert told["elsewhere"] == []
+    assert one.digest.hex() not in str(told) + str(two._store.service_status())
+    wide = keyspace(service.client("engine-b"), tenant="globex")
+    other = keyspace(wide._store, tenant="globex", model="another")
+    write(other, chain(other, 1, 4))
+    told = wide._store.explain_prefix(wide, np.arange(64, dtype=np.uint32) + (1 << 16))
+    assert [one["differs"] for one in told["elsewhere"]] == [["model"]]
+    assert other.digest.hex() not in str(told)
+
+
+def test_a_capability_maps_no_memory(governed: Callable[..., Governed]) -> None:
+    gateway = governed(jwt=JWT).client("gateway")
+    permit = gateway.exchange(token())
+    assert "map" not in permit.actions
+    space = keyspace(gateway, tenant="", capability=permit.capability)
+    keys = chain(space, 1, 2)
+    assert write(space, keys) == [STORED] * 2
+    before = gateway.transport.messages
+    assert read(space, keys) == [FOUND] * 2
+    assert gateway.transport.messages > before

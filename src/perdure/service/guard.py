@@ -27,7 +27,7 @@ from perdure.errors import AccessDenied
 from perdure.governance.identity import Authority, Capability, Tokens, granted
 from perdure.governance.policy import SPACE_ACTIONS, Policies, Where
 from perdure.governance.principals import Principal
-from perdure.governance.terms import Document
+from perdure.governance.terms import NARROW, Document
 from perdure.presence_table import NO_SEGMENT
 from perdure.reports import WriteStatus
 from perdure.segments.landing import BlockStatus
@@ -146,7 +146,8 @@ class Guard:
         if claims.session and not q.session.startswith(claims.session):
             raise AccessDenied("the token is for other sessions; ask for a name that begins as its claim does")
         allowed = self._own(who, claims.tenant).actions if claims.tenant in who.tenants else frozenset[str]()
-        actions = granted(claims, who, allowed, frozenset(q.actions))
+        # mapped memory could still be read when the capability is over
+        actions = granted(claims, who, allowed, frozenset(q.actions)) - {"map"}
         ttl_s = min(claims.left_s, self.policies.jwt.ttl_s_max)
         policy = self.policies.documents[claims.tenant].name if claims.tenant in self.policies.documents else ""
         capability = Capability(
@@ -236,7 +237,11 @@ class Guard:
         """Names within the capability's scope, times within the terms. Raises AccessDenied."""
         scope = opening.capability.session
         names = [q.fields.get(field) for field in _NAMED if q.fields.get(field) is not None]
-        if scope and (not names or not all(isinstance(name, str) and name.startswith(scope) for name in names)):
+        if (
+            scope
+            and q.verb != "prefetch"
+            and (not names or not all(isinstance(name, str) and name.startswith(scope) for name in names))
+        ):
             raise AccessDenied(f"the capability is for sessions whose names begin with {scope!r}")
         asked = q.fields.get("ttl_s")
         if q.verb not in ("open", "expire") or not (asked is None or isinstance(asked, int | float)):
@@ -281,7 +286,11 @@ class Guard:
                 mine = {space.tenant for space in peer.spaces} | set(who.tenants)
                 reply.content = _own_status(reply.content, mine) if action == "status" else self._own_block(peer, reply)
             return reply
-        if isinstance(q, m.Lookup | m.Follow):
+        if isinstance(q, m.ExplainPrefix) and isinstance(reply, m.Document):
+            narrow = peer.openings[q.space].document.scope in NARROW
+            elsewhere = [] if narrow else reply.content["elsewhere"]  # a digest is what names are made from
+            reply.content["elsewhere"] = [{key: one[key] for key in ("usable", "differs")} for one in elsewhere]
+        elif isinstance(q, m.Lookup | m.Follow):
             keys, tenant_id = keys_of(q.keys), peer.space(q.space).tenant_id
             if isinstance(reply, m.Count):
                 reply.count = self._own_prefix(keys[: reply.count], tenant_id)
@@ -334,7 +343,10 @@ def _own_status(status: dict[str, Any], tenants: set[str]) -> dict[str, Any]:
         "store": {
             "format": store["format"], "healthy": store["healthy"], "background": store["background"],
             "tenants": {name: one for name, one in store["tenants"].items() if name in tenants},
-            "keyspaces": [one for one in store["keyspaces"] if one["tenant"] in tenants],
+            "keyspaces": [
+                {key: one[key] for key in ("tenant", "model", "block_tokens", "block_bytes")}
+                for one in store["keyspaces"] if one["tenant"] in tenants
+            ],
         },
     }  # fmt: skip
 

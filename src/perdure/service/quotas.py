@@ -17,12 +17,13 @@ from typing import Any, Final
 
 from perdure import limits
 from perdure.core import Core
-from perdure.governance.terms import Document
+from perdure.governance.terms import Document, Quota
 from perdure.segments.format import record_bytes
 from perdure.service import messages as m
 from perdure.service.fields import keys_of
 from perdure.service.peers import Peer
 
+_UNBOUND: Final = Quota()
 _UNSEEN_S: Final = 2 * limits.ephemeral_publish_delay_s + limits.background_retry_s
 _BURST_S: Final = 1.0  # of requests that were not used may be used later
 
@@ -63,7 +64,7 @@ class Quotas:
     def problem(self, peer: Peer, document: Document, q: Any) -> str | None:
         """The bound that the question would pass, or None, and it is counted."""
         quota = document.quota
-        if quota.requests_per_s is None and quota.inflight is None and quota.pins is None and not quota.stored_bytes:
+        if quota == _UNBOUND:
             return None
         use = self._use(document.tenant)
         with self._lock:
