@@ -105,6 +105,7 @@ service_threads: Final = 32
 service_data_threads_max: Final = 24  # of them; what is left answers questions while the disk hangs
 switch_interval_s: Final = 0.0005  # Python's 5 ms is what a short call waits behind one busy thread
 service_waking_threads: Final = 2  # answer questions that have waited, however many
+turn_bytes: Final = 4 * MIB  # what a question may move in one turn of its tenant's; more counts as several
 hello_wait_s: Final = 10.0
 fetch_grant_s: Final = 30.0  # a client that copies longer than this has died or sleeps
 view_ttl_s_default: Final = 30.0

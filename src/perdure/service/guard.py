@@ -27,6 +27,7 @@ from perdure.errors import AccessDenied
 from perdure.governance.identity import Authority, Capability, Tokens, granted
 from perdure.governance.policy import SPACE_ACTIONS, Policies, Where
 from perdure.governance.principals import Principal
+from perdure.governance.shares import Shares
 from perdure.governance.terms import NARROW, Document
 from perdure.presence_table import NO_SEGMENT
 from perdure.reports import WriteStatus
@@ -78,6 +79,8 @@ class Guard:
         self.authority = Authority(self._now)
         self._tokens = None if policies.jwt is None else Tokens(policies.jwt, policies.path, store.core.clock.wall)
         self.quotas = Quotas(store.core)
+        self.shares = Shares(store.core.root_secret, policies.documents)
+        store.core.reclaimer.shares = store.core.pool.shares = self.shares
 
     # --- who
     def principals(self) -> Iterable[Principal]:
@@ -168,7 +171,7 @@ class Guard:
     def entered(self, peer: Peer, question: Any) -> AbstractContextManager[None]:
         """The question is being answered."""
         opening = self._opening(peer, question)
-        return nullcontext() if opening is None else self.quotas.entered(opening.document.tenant)
+        return nullcontext() if opening is None else self.quotas.entered(opening.document.tenant, question)
 
     def refusal(self, peer: Peer, q: Any) -> m.Message | None:
         """None, or the answer to what may not be done; raises AccessDenied where the answer has no room for it. Bounds

@@ -33,7 +33,7 @@ from perdure.service.outgoing import Lot, gather
 from perdure.service.peers import Peer
 from perdure.service.sockets import is_loopback
 from perdure.service.streams import Stream, TlsStream
-from perdure.service.turns import Places
+from perdure.service.turns import Places, cost_of, even
 from perdure.service.verbs import Waiting
 
 if TYPE_CHECKING:
@@ -68,7 +68,8 @@ class Node:
             ) from error
         self.address: tuple[str, int] = self._listener.getsockname()[:2]
         self._lock = threading.Lock()
-        self._turns = Places(limits.transfers_inflight_max)
+        weight = even if server.guard is None else server.guard.shares.weight
+        self._turns = Places(limits.transfers_inflight_max, weight)
         self._streams: dict[Any, threading.Thread] = {}  # socket or stream -> its thread
         self._stopping = False
         self.waiting = 0  # connections whose question waits
@@ -246,7 +247,8 @@ class Node:
         for first in range(0, max(1, len(keys)), step):
             part = keys[first : first + step]
             last = first + step >= len(keys)
-            if not self._turns.acquire(space.tenant_id, writing=False, timeout_s=until - time.monotonic()):
+            left_s, cost = until - time.monotonic(), cost_of(len(part) * size)
+            if not self._turns.acquire(space.tenant_id, writing=False, timeout_s=left_s, cost=cost):
                 late = bytes([BlockStatus.LATE]) * (len(keys) - first)
                 stream.send(m.encode(m.Sent(q.id, late, b"", b"", 0, {}, True)), until=until + limits.stall_s)
                 total.statuses += late
@@ -270,6 +272,21 @@ class Node:
         return total
 
     def _put(self, stream: Stream, peer: Peer, q: m.Put, payload: int, since: float) -> m.Message:
+        guard = self._server.guard
+        if guard is None:
+            return self._put_from(stream, peer, q, payload, since)
+        try:
+            refused = guard.refusal(peer, q)
+        except PerdureError:
+            stream.skip(payload, since + limits.stall_s)
+            raise
+        if refused is not None:
+            stream.skip(payload, since + limits.stall_s)
+            return refused
+        with guard.entered(peer, q):
+            return self._put_from(stream, peer, q, payload, since)
+
+    def _put_from(self, stream: Stream, peer: Peer, q: m.Put, payload: int, since: float) -> m.Message:
         """The payload is received whatever becomes of the question: the next one comes after it."""
         receive_by = since + limits.stall_s
         try:
@@ -279,14 +296,11 @@ class Node:
             nbytes = len(keys) * size
             if payload != (0 if q.region else nbytes):
                 raise ProtocolError(f"{payload} bytes of payload for {len(keys)} blocks of {size} bytes")
-            refused = None if self._server.guard is None else self._server.guard.refusal(peer, q)
         except PerdureError:
             stream.skip(payload, receive_by)
             raise
-        if refused is not None:
-            stream.skip(payload, receive_by)
-            return refused
-        if not self._turns.acquire(space.tenant_id, writing=True, timeout_s=until - time.monotonic()):
+        left_s = until - time.monotonic()
+        if not self._turns.acquire(space.tenant_id, writing=True, timeout_s=left_s, cost=cost_of(nbytes)):
             stream.skip(payload, receive_by)
             return m.Written(q.id, bytes([WriteStatus.LATE]) * len(keys), 0, 0, {})
         try:

@@ -33,6 +33,7 @@ from perdure.service.domains import Domain, Domains
 from perdure.service.fields import pack_slot
 from perdure.service.messages import Retired, encode
 from perdure.service.regions import LentRegion, Region
+from perdure.service.turns import cost_of
 
 
 @dataclass(slots=True)
@@ -105,6 +106,14 @@ class Peer:
             self.spaces.append(space)
             self.openings.append(opening)
             return len(self.spaces) - 1
+
+    def turn_of(self, question: Any) -> tuple[bytes, int]:
+        """Whose turn a question takes, and how much of it; of what names no keyspace, the client's own."""
+        number = getattr(question, "space", -1)
+        if not 0 <= number < len(self.spaces):
+            return self.token, 1
+        space, blocks = self.spaces[number], len(getattr(question, "keys", b"")) // limits.key_bytes
+        return space.tenant_id, cost_of(blocks * space.layout.block_bytes)
 
     def maps(self, domain: Domain) -> set[int]:
         """Chunks of a domain that this client was given. Changed with the domain's lock held."""

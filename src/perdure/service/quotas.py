@@ -1,30 +1,29 @@
 """How much each tenant asks for and has: requests a second, requests at one time, pins, stored bytes.
 
 Contract
-- What would pass a bound is refused with the bound's name; nothing waits here. Stored bytes never exceed theirs by more
-  than the batches that are being written: what was let through and may not be in the catalog yet is counted on top.
+- What would pass a bound is refused with the bound's name; nothing waits here. Before stored bytes would, the tenant's
+  own coldest segments are given up; what is being written is counted on top of what the catalog says.
 - A tenant without bounds costs a dictionary look-up per question. Thread-safe.
 """
 
 from __future__ import annotations
 
 import threading
-from collections import deque
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from typing import Any, Final
 
-from perdure import limits
 from perdure.core import Core
+from perdure.errors import CatalogError
 from perdure.governance.terms import Document, Quota
+from perdure.publishing import flush_pending
 from perdure.segments.format import record_bytes
 from perdure.service import messages as m
 from perdure.service.fields import keys_of
 from perdure.service.peers import Peer
 
 _UNBOUND: Final = Quota()
-_UNSEEN_S: Final = 2 * limits.ephemeral_publish_delay_s + limits.background_retry_s
 _BURST_S: Final = 1.0  # of requests that were not used may be used later
 
 
@@ -36,8 +35,9 @@ class Use:
     tokens: float = -1.0  # requests that may come now; below 0: not counted yet
     at: float = 0.0
     pins: set[tuple[Peer, int]] = field(default_factory=set)
-    seen_bytes: int = 0
-    coming: deque[tuple[float, int]] = field(default_factory=deque)  # let through: when, bytes
+    seen_bytes: int = -1  # in the catalog, when it was asked last; -1: never
+    done_bytes: int = 0  # written since, at most
+    coming: dict[int, int] = field(default_factory=dict)  # being written: bytes by question
 
 
 class Quotas:
@@ -50,8 +50,8 @@ class Quotas:
         return self._uses.get(tenant) or self._uses.setdefault(tenant, Use())
 
     @contextmanager
-    def entered(self, tenant: str) -> Iterator[None]:
-        """A question of the tenant's is being answered."""
+    def entered(self, tenant: str, q: Any) -> Iterator[None]:
+        """A question of the tenant's, which has no `problem`, is being answered."""
         use = self._use(tenant)
         with self._lock:
             use.inflight += 1
@@ -60,6 +60,7 @@ class Quotas:
         finally:
             with self._lock:
                 use.inflight -= 1
+                use.done_bytes += use.coming.pop(id(q), 0)
 
     def problem(self, peer: Peer, document: Document, q: Any) -> str | None:
         """The bound that the question would pass, or None, and it is counted."""
@@ -74,12 +75,21 @@ class Quotas:
                 return f"quota requests_per_s: {document.name} has more than {quota.requests_per_s:g}; ask later"
             if isinstance(q, m.Pin) and quota.pins is not None and self._pins(use) >= quota.pins:
                 return f"quota pins: {document.name} has {quota.pins}; release one"
-            if isinstance(q, m.Write | m.Put) and quota.stored_bytes is not None:
-                size = peer.space(q.space).layout.block_bytes
-                nbytes = len(keys_of(q.keys)) * record_bytes(size)
-                if not self._fits(use, nbytes, quota.stored_bytes, peer.space(q.space).tenant_id):
-                    return f"quota stored_bytes: {document.name} may store {quota.stored_bytes}; release sessions"
+        if isinstance(q, m.Write | m.Put) and quota.stored_bytes is not None:
+            space = peer.space(q.space)
+            nbytes, most = len(keys_of(q.keys)) * record_bytes(space.layout.block_bytes), quota.stored_bytes
+
+            def enough() -> bool:
+                return self._fits(use, id(q), nbytes, most, space.tenant_id)
+
+            if not (enough() or (nbytes <= most and self._made_room(space.tenant_id, nbytes, enough))):
+                return f"quota stored_bytes: {document.name} may store {most}, and can give up no more"
         return None
+
+    def _made_room(self, tenant_id: bytes, nbytes: int, enough: Callable[[], bool]) -> bool:
+        with suppress(CatalogError):
+            flush_pending(self._core)  # a segment with publishes on their way cannot be given up
+        return self._core.reclaimer.make_room_of(tenant_id, nbytes, enough)
 
     def _take(self, use: Use, per_s: float) -> bool:
         now, most = self._now(), max(1.0, per_s * _BURST_S)
@@ -90,17 +100,22 @@ class Quotas:
         use.tokens -= 1
         return True
 
-    def _fits(self, use: Use, nbytes: int, most: int, tenant_id: bytes) -> bool:
-        if use.seen_bytes + sum(size for _, size in use.coming) + nbytes > most or not use.coming:
-            now = self._now()
-            while use.coming and use.coming[0][0] < now - _UNSEEN_S:
-                use.coming.popleft()
-            usage = self._core.index.usage().get(tenant_id)
-            use.seen_bytes = 0 if usage is None else usage.record_bytes
-            if use.seen_bytes + sum(size for _, size in use.coming) + nbytes > most:
-                return False
-        use.coming.append((self._now(), nbytes))
-        return True
+    def _fits(self, use: Use, number: int, nbytes: int, most: int, tenant_id: bytes) -> bool:
+        with self._lock:
+            for _ in range(2):
+                if use.seen_bytes + use.done_bytes + sum(use.coming.values()) + nbytes <= most and use.seen_bytes >= 0:
+                    use.coming[number] = nbytes
+                    return True
+                done = use.done_bytes
+                usage = self._core.index.usage().get(tenant_id)
+                use.seen_bytes = (0 if usage is None else usage.record_bytes) + self._pending_bytes(tenant_id)
+                use.done_bytes -= done
+            return False
+
+    def _pending_bytes(self, tenant_id: bytes) -> int:
+        """Of blocks that wait for their commit."""
+        records = self._core.pending.records()
+        return sum(record_bytes(int(one["stored_bytes"])) for one in records if one["tenant"].tobytes() == tenant_id)
 
     # --- pins
     def pinned(self, peer: Peer, tenant: str, number: int) -> None:

@@ -40,7 +40,7 @@ from perdure.service.parking import Parking, Ticket
 from perdure.service.peers import Peer
 from perdure.service.sockets import address_text
 from perdure.service.streams import TlsFiles
-from perdure.service.turns import Turns
+from perdure.service.turns import Turns, even
 from perdure.service.verbs import READING, WRITING, Verbs, Waiting, fetch_bytes
 from perdure.store import Store
 from perdure.viewing import leave_limbo
@@ -97,7 +97,7 @@ class Server:
         self._pids: dict[int, Connection] = {}
         self._peers: dict[bytes, Peer] = {}
         self._busy = 0
-        self._waiting: Turns[_Work] = Turns()
+        self._waiting: Turns[_Work] = Turns(even if guard is None else guard.shares.weight)
         self._threads = [
             threading.Thread(target=self._work, name=f"perdure-serve-{number}", daemon=True)
             for number in range(limits.service_threads)
@@ -369,7 +369,9 @@ class Server:
             return
         with self._lock:
             if self._busy >= limits.service_data_threads_max:
-                self._waiting.put(_tenant_of(connection.peer, question), isinstance(question, WRITING), work)
+                assert connection.peer is not None
+                tenant, cost = connection.peer.turn_of(question)
+                self._waiting.put(tenant, isinstance(question, WRITING), work, cost)
                 return
             self._busy += 1
         while True:
@@ -438,10 +440,3 @@ class Server:
             self._close(connection)
             return False
         return True
-
-
-def _tenant_of(peer: Peer | None, question: Any) -> bytes:
-    """Whose turn a question takes; of what names no keyspace, the client's own."""
-    assert peer is not None
-    number = getattr(question, "space", -1)
-    return peer.spaces[number].tenant_id if 0 <= number < len(peer.spaces) else peer.token
