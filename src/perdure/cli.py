@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from perdure import cli_engine, cli_policy, cli_service, cli_sessions
+from perdure import cli_engine, cli_isolation, cli_policy, cli_service, cli_sessions
 
 if TYPE_CHECKING:
     from perdure.benchmarks.harness import Report
@@ -274,6 +274,7 @@ for _command in (
     cli_engine.engine,
     cli_engine.engine_check,
     cli_policy.policy,
+    cli_isolation.audit_isolation,
 ):
     main.add_command(_command)
 
