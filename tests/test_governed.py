@@ -279,8 +279,9 @@ def test_retention_bounds_what_is_asked(governed: Callable[..., Governed]) -> No
         assert kept <= int(records["expires_s"][0]) - now <= kept * 1.5 + 60
     space.session("s")
     assert 400 < service.store.sessions()[0]["expires_s"] - now <= 560
-    with pytest.raises(AccessDenied, match="promises retention"):
-        space.session("s").expire(0)
+    for end in (lambda: space.session("s").expire(0), space.session("s").release):
+        with pytest.raises(AccessDenied, match="promises retention"):
+            end()
 
 
 def test_quotas_refuse_by_name(governed: Callable[..., Governed]) -> None:
@@ -323,6 +324,13 @@ def test_a_gateway_gets_a_capability_for_a_token(governed: Callable[..., Governe
             space.session(name)
     with pytest.raises(AccessDenied, match="is for tenant"):
         keyspace(gateway, tenant="globex", capability=permit.capability)
+
+
+def test_who_acts_for_others_only_needs_a_token(governed: Callable[..., Governed]) -> None:
+    proxy = governed(jwt=JWT).client("proxy")
+    with pytest.raises(AccessDenied, match="exchange a token"):
+        keyspace(proxy)
+    assert keyspace(proxy, capability=proxy.exchange(token()).capability).tenant == "acme"
 
 
 def test_capabilities_are_their_principals_alone(governed: Callable[..., Governed]) -> None:

@@ -36,6 +36,7 @@ def policy_directory(
         _principal("engine-a2", ["acme"], "engine", sockets),
         _principal("engine-b", ["globex"], "engine", sockets),
         _principal("gateway", ["acme", "globex"], "engine", sockets),
+        _principal("proxy", ["acme"], "engine", sockets) + "tokens = true\n",
         _principal("operator", ["acme", "globex"], "operator", sockets),
         _principal("auditor", [], "auditor", sockets),
     ]

@@ -44,11 +44,13 @@ Algorithm = Literal["EdDSA", "Ed25519", "ES256", "ES384", "ES512", "PS256", "PS3
 
 
 class Principal(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """tenants: whose blocks it may ask for. group: its session group. mode: of its socket, octal."""
+    """tenants: whose blocks it may ask for. tokens: only for who shows a token. group: its session group. mode: of its
+    socket, octal."""
 
     name: str
     tenants: tuple[str, ...] = ()
     roles: tuple[Literal["engine", "operator", "auditor"], ...] = ("engine",)
+    tokens: bool = False
     group: str = ""
     socket: str = ""
     uid: int | None = None

@@ -103,6 +103,8 @@ class Guard:
             capability = self.authority.check(q.capability, who)
             if q.tenant not in ("", capability.tenant):
                 raise AccessDenied(f"the capability is for tenant {capability.tenant!r}, not {q.tenant!r}")
+        elif who.tokens:
+            raise AccessDenied(f"{who.name} acts for others only: exchange a token, and pass the capability")
         else:
             capability = self._own(who, self._tenant(who, q.tenant))
         document = self.policies.documents.get(capability.tenant)
@@ -196,12 +198,15 @@ class Guard:
             self._service_action(peer, "administer")
             return None
         action = _SESSION_VERBS.get(q.verb, "session") if isinstance(q, m.SessionAsk) else _NEEDS[type(q)]
-        problem = self._problem(peer, opening, action, q)
+        problem = self._problem(peer, opening, action)
         if problem is not None:
             return _denied(q, problem)
         if isinstance(q, m.SessionAsk):
             self._bound_session(opening, q)
         self._bound_keys(peer, q)
+        problem = self.quotas.problem(peer, opening.document, q)  # last: what it lets through is counted
+        if problem is not None:
+            return _denied(q, problem)
         if isinstance(q, m.Write | m.Put):
             q.ttl_s = opening.document.ttl(q.ttl_s)
         return None
@@ -224,7 +229,7 @@ class Guard:
         opening: Opening = peer.openings[q.space]
         return opening
 
-    def _problem(self, peer: Peer, opening: Opening, action: str, q: Any) -> str | None:
+    def _problem(self, peer: Peer, opening: Opening, action: str) -> str | None:
         capability = opening.capability
         if action not in capability.actions:
             who = peer.principal
@@ -233,24 +238,21 @@ class Guard:
             return f"the capability leaves out {action!r}" if decided.allowed else f"{action}: {decided.why}"
         if self._now() >= capability.deadline_s:
             return "the capability is over; exchange a token and open the keyspace again"
-        return self.quotas.problem(peer, opening.document, q)
+        return None
 
     # --- sessions
     def _bound_session(self, opening: Opening, q: m.SessionAsk) -> None:
         """Names within the capability's scope, times within the terms. Raises AccessDenied."""
         scope = opening.capability.session
         names = [q.fields.get(field) for field in _NAMED if q.fields.get(field) is not None]
-        if (
-            scope
-            and q.verb != "prefetch"
-            and (not names or not all(isinstance(name, str) and name.startswith(scope) for name in names))
-        ):
+        inside = names and all(isinstance(name, str) and name.startswith(scope) for name in names)
+        if scope and not inside and q.verb != "prefetch":
             raise AccessDenied(f"the capability is for sessions whose names begin with {scope!r}")
         asked = q.fields.get("ttl_s")
+        if opening.document.retention_min_s and (q.verb == "release" or (q.verb == "expire" and asked == 0)):
+            raise AccessDenied(f"{opening.document.name} promises retention; the session ends by itself")
         if q.verb not in ("open", "expire") or not (asked is None or isinstance(asked, int | float)):
             return
-        if q.verb == "expire" and asked == 0 and opening.document.retention_min_s:
-            raise AccessDenied(f"{opening.document.name} promises retention; the session ends by itself")
         bounded = opening.document.session_ttl(limits.session_ttl_s_default if asked is None else asked)
         if q.verb == "open" or asked:
             q.fields = q.fields | {"ttl_s": bounded}
@@ -319,7 +321,8 @@ class Guard:
         """Per key whose the stored block is: _ABSENT, _MINE or _OTHER."""
         core, owners = self._core, np.zeros(len(keys), np.uint8)
         segments = core.presence.segments_of(fingerprints(keys))
-        for ordinal in np.unique(segments).tolist():
+        stored = segments != NO_SEGMENT
+        for ordinal in np.unique(segments).tolist() if stored.any() else ():
             tenant = b"" if ordinal == NO_SEGMENT else core.table.tenant(ordinal)
             owners[segments == ordinal] = _MINE if tenant == tenant_id else _OTHER if tenant else _ABSENT
         rest = np.flatnonzero(owners == _ABSENT)
@@ -333,7 +336,7 @@ class Guard:
         """What an engine is told of a block: everything of its own tenants', of others' that it is not there."""
         record = reply.content.get("record", {})
         if record.get("tenant_id") in {space.tenant_id.hex() for space in peer.spaces}:
-            return reply.content
+            return {key: value for key, value in reply.content.items() if key != "keyspace"}
         return {"key": reply.content["key"], "present": False, "memory": None, "incidents": [],
                 "verdict": "miss: not in the catalog (never stored, evicted or removed)"}  # fmt: skip
 
