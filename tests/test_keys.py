@@ -137,6 +137,7 @@ CHANGES = {
     "weights": "sha256:01",
     "lora": "sha256:aa",
     "draft": "sha256:bb",
+    "salt": "x",
     "block_tokens": 8,
     "block_bytes": 8192,
     "dtype": "float16",

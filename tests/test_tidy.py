@@ -71,7 +71,17 @@ LAYERS = [
     },
     {"service", "observe", "engines", "planner"},
     {"testing", "benchmarks", "demo"},
-    {"cli", "cli_audit", "cli_engine", "cli_keys", "cli_service", "cli_sessions", "__main__"},
+    {
+        "cli",
+        "cli_audit",
+        "cli_engine",
+        "cli_isolation",
+        "cli_keys",
+        "cli_policy",
+        "cli_service",
+        "cli_sessions",
+        "__main__",
+    },
 ]
 FACADE_LAYER_MIN = 4  # what lies below must not import `perdure` itself, which imports the store
 

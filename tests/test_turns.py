@@ -7,7 +7,8 @@ from collections import Counter
 
 import numpy as np
 
-from perdure.service.turns import Places, Turns
+from perdure import limits
+from perdure.service.turns import Places, Turns, cost_of
 from perdure.testing.transport import until
 
 
@@ -22,6 +23,31 @@ def test_tenants_take_turns_and_restores_go_first() -> None:
     order = [turns.take() for _ in range(len(turns))]
     assert order == ["big 0", "small 0", "late 0", "big 1", "big 2", "big 3", "big 4", "write 0", "write 1", "write 2"]
     assert turns.take() is None
+
+
+def test_a_turn_is_as_long_as_the_tenants_weight() -> None:
+    turns: Turns[str] = Turns(lambda tenant: 3 if tenant == b"heavy" else 1)
+    for number in range(6):
+        turns.put(b"heavy", False, f"h{number}")
+        turns.put(b"light", False, f"l{number}")
+    order = [turns.take() for _ in range(12)]
+    assert order == ["h0", "h1", "h2", "l0", "h3", "h4", "h5", "l1", "l2", "l3", "l4", "l5"]
+
+
+def test_what_moves_much_takes_several_turns() -> None:
+    """Of two tenants that always want something, each moves the same, whatever the size of its questions."""
+    turns: Turns[bytes] = Turns()
+    moved: Counter[bytes] = Counter()
+    for _ in range(400):
+        turns.put(b"big", False, b"big", 7)
+        turns.put(b"small", False, b"small", 1)
+    while moved[b"small"] < 400:
+        who = turns.take()
+        assert who is not None
+        moved[who] += 7 if who == b"big" else 1
+    assert abs(moved[b"big"] - moved[b"small"]) <= 7
+    assert cost_of(0) == cost_of(1) == cost_of(limits.turn_bytes) == 1
+    assert cost_of(limits.turn_bytes + 1) == 2
 
 
 def test_no_tenant_waits_longer_than_a_round() -> None:

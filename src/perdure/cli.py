@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from perdure import cli_audit, cli_engine, cli_keys, cli_service, cli_sessions
+from perdure import cli_audit, cli_engine, cli_isolation, cli_keys, cli_policy, cli_service, cli_sessions
 
 if TYPE_CHECKING:
     from perdure.benchmarks.harness import Report
@@ -278,8 +278,16 @@ def demo_vllm(directory: Path, setup_s: float | None, as_json: bool) -> None:
     sys.exit(demonstration.run_vllm(directory, json=as_json, setup_s=setup_s))
 
 
-_GROUPS = (cli_sessions.sessions, cli_engine.engine, cli_engine.engine_check, cli_audit.audit, cli_keys.keys)
-for _command in (*cli_service.COMMANDS, *_GROUPS):
+for _command in (
+    *cli_service.COMMANDS,
+    cli_sessions.sessions,
+    cli_engine.engine,
+    cli_engine.engine_check,
+    cli_policy.policy,
+    cli_isolation.audit_isolation,
+    cli_audit.audit,
+    cli_keys.keys,
+):
     main.add_command(_command)
 
 

@@ -27,6 +27,7 @@ _FLAGS = (  # option, metavar, help; the key is the option's name. Values are ch
     ("--tls-cert", "FILE", "Certificate chain of this node (PEM)."),
     ("--tls-key", "FILE", "Private key of the certificate (PEM)."),
     ("--tls-ca", "FILE", "Authority that signs the clients' certificates (PEM)."),
+    ("--policy", "DIR", "Principals, terms and rules; without it whoever connects may ask for any tenant."),
     ("--metrics", "HOST:PORT", "Address of /metrics, /healthz, /readyz; empty: off."),
     ("--mirror", "DIR", "Second directory, for retained blocks."),
     ("--codec", "MODE", "Lossless compression: auto, on, off."),

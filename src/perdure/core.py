@@ -374,6 +374,10 @@ class Pending:
             for key in keys:
                 self._records.pop(key, None)
 
+    def records(self) -> list[np.void]:
+        with self._lock:
+            return list(self._records.values())
+
     def among(self, keys: KeyArray) -> dict[int, np.void]:
         """Position -> record of those of `keys` that wait for their commit."""
         if not self._records:

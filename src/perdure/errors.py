@@ -86,3 +86,11 @@ class KeyUnavailable(PerdureError):
 
 class KeyDestroyed(KeyUnavailable):
     """A key was destroyed on purpose: what it protected can never be read again."""
+
+
+class PolicyError(PerdureError, ValueError):
+    """A policy, principal or matrix file is unusable; the message says which, where, and what to write instead."""
+
+
+class AccessDenied(PerdureError):
+    """Policy does not let this caller do that, or its token or capability is not valid (any more)."""

@@ -101,7 +101,8 @@ class KeyspaceIdentity:
     """Everything but the tenant that gives a block's bytes their meaning.
 
     weights: digest of the weights that are *loaded*, as "algorithm:value". lora: content digest of the adapter, or "".
-    draft: digest of a draft model whose state is in the blocks, or "".
+    draft: digest of a draft model whose state is in the blocks, or "". salt: text that keeps apart what would be equal
+    otherwise, or "".
     """
 
     model: str
@@ -109,11 +110,12 @@ class KeyspaceIdentity:
     layout: KVLayout
     lora: str = ""
     draft: str = ""
+    salt: str = ""
 
     def __post_init__(self) -> None:
         if not isinstance(self.layout, KVLayout):
             raise InvalidArgument(f"keyspace layout: pass a KVLayout, not {type(self.layout).__name__}")
-        for name in ("model", "weights", "lora", "draft"):
+        for name in ("model", "weights", "lora", "draft", "salt"):
             check_text(getattr(self, name), f"keyspace {name}")
         if not self.model:
             raise InvalidArgument("keyspace model is empty: pass the model's name")
@@ -140,6 +142,7 @@ class KeyspaceIdentity:
             ("order", lay.order.encode()),
             ("scales", lay.scales.encode()),
             ("isa", lay.isa.encode()),
+            *([("salt", self.salt.encode())] if self.salt else []),
         ]
 
     def shard_fields(self) -> list[tuple[str, bytes]]:

@@ -131,6 +131,7 @@ service_threads: Final = 32
 service_data_threads_max: Final = 24  # of them; what is left answers questions while the disk hangs
 switch_interval_s: Final = 0.0005  # Python's 5 ms is what a short call waits behind one busy thread
 service_waking_threads: Final = 2  # answer questions that have waited, however many
+turn_bytes: Final = 4 * MIB  # what a question may move in one turn of its tenant's; more counts as several
 hello_wait_s: Final = 10.0
 fetch_grant_s: Final = 30.0  # a client that copies longer than this has died or sleeps
 view_ttl_s_default: Final = 30.0
@@ -191,6 +192,14 @@ audit_reserve_bytes: Final = 1 * MIB  # disk space kept ahead of the log, so tha
 key_lease_s: Final = 300.0  # an unwrapped key is used so long without asking its key service again
 key_service_s: Final = 5.0
 key_retry_s: Final = 1.0  # a key service that did not answer is left alone so long
+# --- governance -----------------------------------------------------------------------------------------------
+policy_file_bytes_max: Final = 1 * MIB
+policy_rules_entries_max: Final = 1000
+share_weight_ratio_max: Final = 1000
+token_bytes_max: Final = 16 * KIB
+token_leeway_s_max: Final = 120.0  # clocks that differ by more are wrong
+token_ttl_s_max: Final = 86_400.0
+capability_ttl_s_max: Final = 3600.0
 
 # --- operation ------------------------------------------------------------------------------------------------
 drain_s_max: Final = 3600.0

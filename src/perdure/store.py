@@ -223,15 +223,17 @@ class Store:
         tenant: str,
         lora: str = "",
         draft: str = "",
+        salt: str = "",
         codec: str | None = None,
     ) -> Keyspace:
         """A tenant's view of one model's blocks. Everything here is part of every block's name.
 
         weights: digest of the *loaded* weights, "sha256:...". lora: content digest of the adapter. draft: digest of a
-        draft model whose state is in the blocks. codec: "auto", "on" or "off" (lossless compression).
+        draft model whose state is in the blocks. salt: keeps apart what would be equal otherwise. codec: "auto", "on"
+        or "off" (lossless compression).
         """
         self._check()
-        identity = KeyspaceIdentity(model, weights, layout, lora, draft)
+        identity = KeyspaceIdentity(model, weights, layout, lora, draft, salt)
         space = Keyspace(self._core, self._check, tenant, identity, codec or self._codec, self._admissions)
         inspect.register(self._core, space)
         self._spaces[space.digest] = space

@@ -231,7 +231,7 @@ def _store(
             return
         need = sum(record_bytes(sum(part.nbytes for part in payloads[place])) for place in left.tolist())
         with core.pins.held(keys):
-            made = _made_room(core, problem, need)
+            made = _made_room(core, problem, need, space.tenant_id)
         if not made:
             status = WriteStatus.REJECTED if problem.errno in _FULL else WriteStatus.FAILED
             _refuse(report, todo[left], status, str(problem))
@@ -241,16 +241,16 @@ def _store(
     _refuse(report, todo, WriteStatus.REJECTED, "no room could be made; blocks of other sessions came first")
 
 
-def _made_room(core: Core, problem: OSError, need: int) -> bool:
+def _made_room(core: Core, problem: OSError, need: int, tenant: bytes) -> bool:
     if isinstance(problem, NoSpace):
         wanted = max(problem.need, min(need, core.writer.segment_bytes))
-        if core.reclaimer.make_room(wanted):
+        if core.reclaimer.make_room(wanted, tenant=tenant):
             return True
         flush_pending(core)  # a segment with publishes on their way cannot be given up before
-        return core.reclaimer.make_room(wanted)
+        return core.reclaimer.make_room(wanted, tenant=tenant)
     if problem.errno in _FULL:  # the file system is full although the capacity is not: give some of ours back
         core.counters.add(file_system_full=1)
-        made = core.reclaimer.make_room(min(need, core.writer.segment_bytes), force=True)
+        made = core.reclaimer.make_room(min(need, core.writer.segment_bytes), tenant=tenant, force=True)
         core.reserve_catalog_space()
         return made
     return False

@@ -9,19 +9,29 @@ from typing import Any
 
 import perdure
 from perdure import RemoteStore, Seams, Store, limits
+from perdure.governance.policy import load
 from perdure.limits import MIB
+from perdure.service.guard import Guard
 from perdure.service.server import Server, shared_pool
 
 
 @contextlib.contextmanager
 def serving(
-    directory: Path, *, listen: tuple[str, int] | None = None, tls: Any = None, **options: Any
+    directory: Path,
+    *,
+    listen: tuple[str, int] | None = None,
+    tls: Any = None,
+    policy: Path | None = None,
+    **options: Any,
 ) -> Iterator[tuple[Store, Server]]:
     """A store of `directory` and a server of it on DIR/perdure.sock, and on a port if asked."""
     options = {"memory": 192 * MIB, "capacity": "256MiB", "seams": Seams(pool=shared_pool)} | options
     clients_max = options.pop("clients_max", limits.connections_max)
     with perdure.open(directory, **options) as store:
-        server = Server(store, socket=directory / "perdure.sock", clients_max=clients_max, listen=listen, tls=tls)
+        guard = None if policy is None else Guard(store, load(policy), roots=[directory])
+        server = Server(
+            store, socket=directory / "perdure.sock", clients_max=clients_max, listen=listen, tls=tls, guard=guard
+        )
         server.start()
         try:
             yield store, server

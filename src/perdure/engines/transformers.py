@@ -83,7 +83,7 @@ def keyspace_for(
         weights=weights or weights_digest(model),
         layout=layout,
         tenant=tenant,
-        **({} if codec is None else {"codec": codec}),
+        codec=codec,
     )
 
 

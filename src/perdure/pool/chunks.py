@@ -3,7 +3,7 @@ is made with the pool's lock held."""
 
 from __future__ import annotations
 
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from dataclasses import dataclass
 from enum import IntEnum
 from typing import Final, Protocol, cast
@@ -12,6 +12,7 @@ import numpy as np
 
 from perdure import limits
 from perdure.catalog.api import KeyArray
+from perdure.governance.shares import Shares
 from perdure.pool.memory import ChunkMemory
 
 _KEY: Final = np.dtype((np.void, limits.key_bytes))
@@ -92,6 +93,18 @@ class Chunk:
         slot = self.slots[index] = Slot(self.memory.view[start : start + nbytes], self, index, tick)
         self.held += 1
         return slot
+
+
+def rival_of(size_class: SizeClass, chunks: list[Chunk], shares: Shares | None, budget_bytes: int) -> Chunk | None:
+    """The chunk of another class that was used longest ago and may go for this one. None if there is none."""
+    others = [chunk for chunk in chunks if chunk.owner is not size_class and not chunk.held]
+    if shares is not None:
+        used: Counter[bytes] = Counter()
+        for chunk in chunks:
+            used[chunk.owner.domain] += chunk.memory.view.nbytes
+        victims = shares.victims(size_class.domain, used, budget_bytes)
+        others = [chunk for chunk in others if chunk.owner.domain in victims]
+    return min(others, key=lambda chunk: chunk.used, default=None)
 
 
 class Observer(Protocol):

@@ -26,7 +26,8 @@ from collections.abc import Callable, Iterable
 from perdure import limits
 from perdure.catalog.api import KeyArray
 from perdure.errors import InvalidArgument
-from perdure.pool.chunks import Chunk, Observer, PoolStats, SizeClass, Slot, SlotState, key_names
+from perdure.governance.shares import Shares
+from perdure.pool.chunks import Chunk, Observer, PoolStats, SizeClass, Slot, SlotState, key_names, rival_of
 from perdure.pool.memory import ChunkMemory, PrivateMemory
 
 __all__ = ["DramPool", "PoolStats", "Slot", "SlotState"]
@@ -65,10 +66,10 @@ class DramPool:
         self._generation = 0
         self._lent = self._stranded = 0
         self._tick = 0  # of calls: what "used" counts in
-        self._reserved = 0
         self._drops: dict[bytes, int] = {}  # key -> tick of its last drop, while slots reserved before it may exist
         self._all_dropped_at = 0
-        self._hits = self._misses = self._evictions = self._recuts = 0
+        self._reserved = self._hits = self._misses = self._evictions = self._recuts = 0
+        self.shares: Shares | None = None
 
     # --- use -------------------------------------------------------------------------------------------------
     def get(self, keys: KeyArray) -> list[Slot | None]:
@@ -426,8 +427,7 @@ class DramPool:
         rival = None
         if not evictable or size_class.compare_in <= 0:
             size_class.compare_in = self._chunk_bytes // size_class.slot_bytes  # O(chunks) once per chunk's worth
-            others = (c for c in self._chunks if c.owner is not size_class and not c.held)
-            rival = min(others, key=lambda c: c.used, default=None)
+            rival = rival_of(size_class, self._chunks, self.shares, self.budget_bytes)
         if evictable:
             coldest = self._coldest(size_class)
             if rival is None or rival.used >= coldest.used:

@@ -4,6 +4,7 @@ Contract
 - Recency is tail-first LRU over blocks, kept in the presence index. The cut is the recency below which enough bytes
   lie; the victim is the sealed segment with the fewest bytes above it. So write amplification stays low and one hot
   block does not keep a cold segment.
+- With shares (`governance.shares`), who asks for room decides whose segments may go.
 - Pinned blocks are never dropped. A segment is drained first (no "exists" relies on it), its kept blocks are copied and
   moved by compare-and-swap, the other records removed if unchanged, then the file is deleted.
 - If anything fails on the way nothing is lost: the segment stays, drained or not, and is tried again later. A disk that
@@ -15,6 +16,7 @@ from __future__ import annotations
 
 import math
 import threading
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 from enum import Enum
@@ -32,6 +34,7 @@ from perdure.catalog.api import (
     fingerprints,
 )
 from perdure.errors import CatalogError
+from perdure.governance.shares import Shares
 from perdure.io.memory import Scratch
 from perdure.pool.dram import DramPool
 from perdure.presence import PresenceIndex
@@ -91,21 +94,32 @@ class Reclaimer:
         self._before = before
         self._lock = threading.Lock()
         self.counters = ReclaimCounters()
+        self.shares: Shares | None = None
         self.cut_tick = 0  # recency below which blocks were given up last; 0: none yet, or only released ones
 
-    def make_room(self, need: int, *, force: bool = False) -> bool:
+    def make_room(self, need: int, *, tenant: bytes = b"", force: bool = False) -> bool:
         """Let `need` bytes fit below the capacity, or (`force`: the file system is full) give `need` bytes back.
 
-        False if what is left is pinned, open or unreadable, or the disk does not delete."""
+        tenant: id of who asks. False if what is left is pinned, open or unreadable, another tenant's that may keep it,
+        or if the disk does not delete."""
+        goal = self._space.used if force else self._space.capacity - self._space.kept_back
+        return self._drop_until(lambda: self._space.used + need <= goal, need, tenant, None)
+
+    def make_room_of(self, tenant: bytes, need: int, enough: Callable[[], bool]) -> bool:
+        """Give up the tenant's own segments until `enough`, in steps of about `need` bytes. False as `make_room`."""
+        return self._drop_until(enough, need, tenant, {tenant})
+
+    def _drop_until(self, enough: Callable[[], bool], need: int, tenant: bytes, whose: set[bytes] | None) -> bool:
+        """whose: tenants whose segments may go; None: as the shares say."""
         with self._lock:
             self._before()
             given_up: set[bytes] = set()
             sealed = False
-            goal = self._space.used if force else self._space.capacity - self._space.kept_back
-            while self._space.used + need > goal:
-                chosen = self._choose(need, given_up)
+            while not enough():
+                mine = self._victims(tenant) if whose is None else whose
+                chosen = self._choose(need, given_up, mine)
                 if chosen is None:
-                    if sealed or not self._seal_open():
+                    if sealed or not self._seal_open(mine):
                         return False
                     sealed = True
                     given_up.clear()  # there may be room for their copies now
@@ -128,24 +142,41 @@ class Reclaimer:
                     dropped += 1
             return dropped
 
-    def _seal_open(self) -> bool:
+    def _victims(self, tenant: bytes) -> set[bytes] | None:
+        """Tenants whose segments may go; None: all."""
+        if self.shares is None:
+            return None
+        used: Counter[bytes] = Counter()
+        for record in self._table.all():
+            used[record.tenant] += record.allocated_bytes
+        return self.shares.victims(tenant, used, self._space.capacity - self._space.kept_back)
+
+    def _seal_open(self, whose: set[bytes] | None) -> bool:
         """Nothing sealed is left to drop: seal open segments that nobody is writing, so that they can be. One with
         nothing in it but copies that could not be published goes at once."""
         idle = [one for one in self._writer.open_segments() if not one.users and one.tail]
+        if whose is not None:
+            idle = [one for one in idle if one.kind[0] in whose]
         for one in idle:
             self._writer.retire(one)
         return bool(idle)
 
-    def _choose(self, need: int, given_up: set[bytes]) -> tuple[SegmentRecord, int] | None:
+    def _choose(self, need: int, given_up: set[bytes], whose: set[bytes] | None) -> tuple[SegmentRecord, int] | None:
         """The cheapest victim and the recency above which its blocks are kept."""
         candidates = [
             record
             for record in self._table.all()
-            if record.state is not SegmentState.OPEN and record.segment not in given_up
+            if record.state is not SegmentState.OPEN
+            and record.segment not in given_up
+            and (whose is None or record.tenant in whose)
         ]
         if not candidates:
             return None
-        fingerprint, ordinal, recency, expires = self._presence.columns()
+        every = self._presence.columns()
+        if whose is not None:  # what is cold is so among the blocks that may go
+            names = [one for one in np.unique(every.segment).tolist() if self._table.tenant(one) in whose]
+            every = every.at(np.isin(every.segment, names))
+        fingerprint, ordinal, recency, expires = every
         now = self._now_s()
         recency[(expires != 0) & (expires <= now)] = 0
         pins = self._pinned()

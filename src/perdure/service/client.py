@@ -18,9 +18,9 @@ import itertools
 import os
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from numpy.typing import ArrayLike
 
@@ -67,6 +67,15 @@ class Region:
             self.fd = -1
 
 
+class Permit(NamedTuple):
+    """A capability and what it is good for. until: monotonic seconds; then exchange a token and open keyspaces anew."""
+
+    capability: bytes
+    tenant: str
+    actions: tuple[str, ...]
+    until: float
+
+
 class RemoteStore:
     """A connection to a service. Made by `perdure.connect`."""
 
@@ -105,18 +114,29 @@ class RemoteStore:
         tenant: str,
         lora: str = "",
         draft: str = "",
+        salt: str = "",
         codec: str | None = None,
+        capability: bytes = b"",
     ) -> Any:
-        """As `Store.keyspace`; the digest is derived by the service, which alone knows the secret."""
+        """As `Store.keyspace`; the digest is derived by the service, which alone knows the secret.
+
+        capability: from `exchange`, for a service with a policy. Raises AccessDenied there."""
         from perdure.service.distant import DistantKeyspace
         from perdure.service.nixl import NixlKeyspace
         from perdure.service.remote import RemoteKeyspace
 
         kind: Any = RemoteKeyspace if self.shared else DistantKeyspace if self.landings is None else NixlKeyspace
-        identity = KeyspaceIdentity(model, weights, layout, lora, draft)
-        space = kind(self, tenant, identity, codec or "")
+        identity = KeyspaceIdentity(model, weights, layout, lora, draft, salt)
+        space = kind(self, tenant, identity, codec or "", capability)
         self._spaces.append(space)
         return space
+
+    def exchange(self, token: str, *, session: str = "", actions: Sequence[str] = ()) -> Permit:
+        """A capability for a JWT, from a service with a policy: for keyspaces of the token's tenant, with names of
+        sessions that begin with `session`, and these actions (none: all that the token allows). Raises AccessDenied."""
+        run, deadline = self.current()
+        got = self.ask(run, lambda i: m.Exchange(i, token, session, list(actions)), deadline)
+        return Permit(got.capability, got.tenant, tuple(got.actions), time.monotonic() + got.left_s)
 
     def landing(self, nbytes: int) -> Region:
         """Memory of the node's budget that the service delivers into: where a GPU copies from, for example."""

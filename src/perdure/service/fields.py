@@ -80,7 +80,7 @@ def identity_of(question: OpenSpace) -> KeyspaceIdentity:
         layout = KVLayout(**fields)
     except TypeError as error:
         raise ProtocolError(f"layout: {error}") from None
-    return KeyspaceIdentity(question.model, question.weights, layout, question.lora, question.draft)
+    return KeyspaceIdentity(question.model, question.weights, layout, question.lora, question.draft, question.salt)
 
 
 def pack_lease(lease: Lease) -> LeaseData:

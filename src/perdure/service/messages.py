@@ -54,6 +54,16 @@ class OpenSpace(Message):
     draft: str
     layout: dict[str, Any]
     codec: str
+    salt: str = ""
+    capability: bytes = b""  # from Granted; empty: what the connection's principal may do
+
+
+class Exchange(Message):
+    """A capability for a JWT. session: names of sessions will begin with it; actions: only these, if any."""
+
+    token: str
+    session: str
+    actions: list[str]
 
 
 class Attach(Message):
@@ -251,6 +261,13 @@ class Joined(Message):
     pass
 
 
+class Granted(Message):
+    capability: bytes
+    tenant: str
+    actions: list[str]
+    left_s: float
+
+
 class SpaceOpened(Message):
     space: int
     digest: bytes
@@ -352,11 +369,11 @@ class Retired(Message):
 Question = (
     Hello | Join | OpenSpace | Attach | Lookup | Present | Fetch | Release | Read | Settled | Region | Unregister
     | Write | Get | Put | Reserve | Follow | EndLease | Pin | Unpin | Hint | Advise | Status | Explain | ExplainPrefix
-    | Sync | SessionAsk
+    | Sync | SessionAsk | Exchange
 )  # fmt: skip
 Answer = (
     Welcome | Joined | SpaceOpened | Attached | Count | Mask | Fetched | Delivered | Sent | Written | Made | Leased
-    | Answered | Advised | Document | Failed | Retired
+    | Answered | Advised | Document | Failed | Retired | Granted
 )  # fmt: skip
 
 _encoder = msgspec.msgpack.Encoder()

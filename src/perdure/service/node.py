@@ -33,17 +33,18 @@ from perdure.service.nixl_node import Far
 from perdure.service.outgoing import Lot, gather
 from perdure.service.peers import Peer
 from perdure.service.sockets import is_loopback
-from perdure.service.streams import Stream
-from perdure.service.turns import Places
+from perdure.service.streams import Stream, TlsStream
+from perdure.service.turns import Places, cost_of, even
 from perdure.service.verbs import Waiting
 
 if TYPE_CHECKING:
+    from perdure.governance.principals import Principal
     from perdure.service.server import Server
 
 _LOG = logging.getLogger("perdure.node")
 _ALLOWED = (
     m.OpenSpace, m.Lookup, m.Present, m.Reserve, m.Follow, m.EndLease, m.Pin, m.Unpin, m.Hint, m.Advise, m.Status,
-    m.Explain, m.ExplainPrefix, m.Sync, m.SessionAsk,
+    m.Explain, m.ExplainPrefix, m.Sync, m.SessionAsk, m.Exchange,
 )  # fmt: skip
 _PROBLEMS_MAX = 64  # told per frame
 
@@ -52,6 +53,9 @@ class Node:
     """The listener of one service. Binds at once, answers after `start`. `address`: (host, port) it is bound to."""
 
     def __init__(self, server: Server, host: str, port: int, tls: streams.TlsFiles | None):
+        if tls is None and server.guard is not None:
+            raise ConfigError(f"listen={host}:{port}: with a policy hosts are known by certificates; set tls_cert, "
+                              "tls_key and tls_ca")  # fmt: skip
         if tls is None and not is_loopback(host):
             raise ConfigError(f"listen={host}:{port}: other machines could reach the store without TLS")
         self._tls = None if tls is None else tls.context(server=True)
@@ -65,7 +69,8 @@ class Node:
             ) from error
         self.address: tuple[str, int] = self._listener.getsockname()[:2]
         self._lock = threading.Lock()
-        self._turns = Places(limits.transfers_inflight_max)
+        weight = even if server.guard is None else server.guard.shares.weight
+        self._turns = Places(limits.transfers_inflight_max, weight)
         self._streams: dict[Any, threading.Thread] = {}  # socket or stream -> its thread
         self._stopping = False
         self.waiting = 0  # connections whose question waits
@@ -149,7 +154,7 @@ class Node:
             question = m.decode_question(data)
             if payload:
                 raise ProtocolError("a greeting has no payload")
-            peer, answer = self._server.greet(question, remote=address)
+            peer, answer = self._server.greet(question, remote=address, principal=self._principal(stream))
             mine = isinstance(question, m.Hello)
             stream.send(m.encode(answer), until=until)
             while not self._stopping and self._one(stream, peer):
@@ -159,6 +164,11 @@ class Node:
         finally:
             if peer is not None:
                 (self._server.dismiss if mine else self._server.left)(peer)
+
+    def _principal(self, stream: Stream) -> Principal | None:
+        """Who the host is, by its certificate. Raises AccessDenied."""
+        guard = self._server.guard
+        return None if guard is None else guard.by_certificate(stream.uris() if isinstance(stream, TlsStream) else [])
 
     def _one(self, stream: Stream, peer: Peer) -> bool:
         """One question and its answer; False at the end of the connection."""
@@ -224,7 +234,12 @@ class Node:
 
     # --- moving blocks
     def _get(self, stream: Stream, peer: Peer, q: m.Get, since: float) -> m.Message:
-        with _far(peer, q.region) as far:
+        guard = self._server.guard
+        refused = None if guard is None else guard.refusal(peer, q)
+        if isinstance(refused, m.Sent):
+            stream.send(m.encode(refused), until=time.monotonic() + limits.stall_s)
+            return m.Delivered(q.id, refused.statuses, 0, refused.problems, 0)
+        with nullcontext() if guard is None else guard.entered(peer, q), _far(peer, q.region) as far:
             return self._get_into(far, stream, peer, q, since)
 
     def _get_into(self, far: Far | None, stream: Stream, peer: Peer, q: m.Get, since: float) -> m.Message:
@@ -238,7 +253,8 @@ class Node:
         for first in range(0, max(1, len(keys)), step):
             part = keys[first : first + step]
             last = first + step >= len(keys)
-            if not self._turns.acquire(space.tenant_id, writing=False, timeout_s=until - time.monotonic()):
+            left_s, cost = until - time.monotonic(), cost_of(len(part) * size)
+            if not self._turns.acquire(space.tenant_id, writing=False, timeout_s=left_s, cost=cost):
                 late = bytes([BlockStatus.LATE]) * (len(keys) - first)
                 stream.send(m.encode(m.Sent(q.id, late, b"", b"", 0, {}, True)), until=until + limits.stall_s)
                 total.statuses += late
@@ -262,6 +278,21 @@ class Node:
         return total
 
     def _put(self, stream: Stream, peer: Peer, q: m.Put, payload: int, since: float) -> m.Message:
+        guard = self._server.guard
+        if guard is None:
+            return self._put_from(stream, peer, q, payload, since)
+        try:
+            refused = guard.refusal(peer, q)
+        except PerdureError:
+            stream.skip(payload, since + limits.stall_s)
+            raise
+        if refused is not None:
+            stream.skip(payload, since + limits.stall_s)
+            return refused
+        with guard.entered(peer, q):
+            return self._put_from(stream, peer, q, payload, since)
+
+    def _put_from(self, stream: Stream, peer: Peer, q: m.Put, payload: int, since: float) -> m.Message:
         """The payload is received whatever becomes of the question: the next one comes after it."""
         receive_by = since + limits.stall_s
         try:
@@ -274,7 +305,8 @@ class Node:
         except PerdureError:
             stream.skip(payload, receive_by)
             raise
-        if not self._turns.acquire(space.tenant_id, writing=True, timeout_s=until - time.monotonic()):
+        left_s = until - time.monotonic()
+        if not self._turns.acquire(space.tenant_id, writing=True, timeout_s=left_s, cost=cost_of(nbytes)):
             stream.skip(payload, receive_by)
             return m.Written(q.id, bytes([WriteStatus.LATE]) * len(keys), 0, 0, {})
         try:

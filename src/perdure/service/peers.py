@@ -16,6 +16,7 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 
@@ -24,6 +25,7 @@ from perdure.catalog.api import Lease, as_keys
 from perdure.core import Core
 from perdure.errors import ProtocolError, ServiceBusy
 from perdure.governance.audit import AuditLog, Event
+from perdure.governance.principals import Principal
 from perdure.keyspace import Keyspace, PinHandle
 from perdure.pool.dram import Slot
 from perdure.reports import ReadReport
@@ -32,6 +34,7 @@ from perdure.service.domains import Domain, Domains
 from perdure.service.fields import pack_slot
 from perdure.service.messages import Retired, encode
 from perdure.service.regions import LentRegion, Region
+from perdure.service.turns import cost_of
 
 
 @dataclass(slots=True)
@@ -72,7 +75,9 @@ class Peer:
         self.token = os.urandom(16)
         self.lock = threading.Lock()
         self.ended = False
+        self.principal: Principal | None = None  # set by the server, where there is a policy
         self.spaces: list[Keyspace] = []
+        self.openings: list[Any] = []  # `guard.Opening` of each, where there is a policy
         self.regions: dict[int, Region] = {}
         self.pins: dict[int, PinHandle] = {}
         self.late: dict[int, ReadReport] = {}
@@ -100,12 +105,21 @@ class Peer:
             raise ProtocolError(f"keyspace {number} was not opened by this client")
         return self.spaces[number]
 
-    def open_space(self, space: Keyspace) -> int:
+    def open_space(self, space: Keyspace, opening: Any = None) -> int:
         with self.lock:
             if len(self.spaces) >= limits.spaces_per_client_max:
                 raise ServiceBusy(f"{limits.spaces_per_client_max} keyspaces are open; use the ones you have")
             self.spaces.append(space)
+            self.openings.append(opening)
             return len(self.spaces) - 1
+
+    def turn_of(self, question: Any) -> tuple[bytes, int]:
+        """Whose turn a question takes, and how much of it; of what names no keyspace, the client's own."""
+        number = getattr(question, "space", -1)
+        if not 0 <= number < len(self.spaces):
+            return self.token, 1
+        space, blocks = self.spaces[number], len(getattr(question, "keys", b"")) // limits.key_bytes
+        return space.tenant_id, cost_of(blocks * space.layout.block_bytes)
 
     def maps(self, domain: Domain) -> set[int]:
         """Chunks of a domain that this client was given. Changed with the domain's lock held."""
@@ -189,6 +203,10 @@ class Peer:
         with self.lock:
             if self._leases.get(lease.scope) == lease:
                 del self._leases[lease.scope]
+
+    def holds(self, lease: Lease) -> bool:
+        with self.lock:
+            return self._leases.get(lease.scope) == lease
 
     # --- touches
     def drain(self) -> None:

@@ -29,12 +29,14 @@ from perdure import __version__, limits
 from perdure import store as stores
 from perdure.admission import Gate
 from perdure.errors import ConfigError, PerdureError
+from perdure.governance.policy import load
 from perdure.keys import KVLayout
 from perdure.observe import logs
 from perdure.observe.doctor import Subject, pool_bytes_advised, pool_bytes_max
 from perdure.observe.endpoint import Endpoint
 from perdure.observe.metrics import Metrics
 from perdure.segments.landing import BlockStatus
+from perdure.service.guard import Guard
 from perdure.service.server import Server, shared_pool
 from perdure.service.settings import Settings
 from perdure.service.sockets import parse_address
@@ -59,8 +61,17 @@ class ServerLike(Protocol):
 def build_server(store: stores.Store, settings: Settings) -> ServerLike:
     listen = parse_address(settings.listen) if settings.listen else None
     return Server(
-        store, socket=settings.socket_path(), clients_max=settings.clients_max, listen=listen, tls=settings.tls_files()
-    )
+        store, socket=settings.socket_path(), clients_max=settings.clients_max, listen=listen, tls=settings.tls_files(),
+        guard=build_guard(store, settings),
+    )  # fmt: skip
+
+
+def build_guard(store: stores.Store, settings: Settings) -> Guard | None:
+    """Raises PolicyError."""
+    if settings.policy is None:
+        return None
+    roots = [store.path, *([settings.mirror] if settings.mirror else [])]
+    return Guard(store, load(settings.policy), roots=roots)
 
 
 def run(

@@ -173,6 +173,15 @@ def register(fd: int, nbytes: int, scratch: Scratch) -> Region:
     return FileRegion(fd, nbytes, scratch)
 
 
+def lies_in_memory(path: str) -> bool:
+    """Whether what is in a directory is gone without power."""
+    fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        return _file_system(fd) in _MEMORY_FILES
+    finally:
+        os.close(fd)
+
+
 def _file_system(fd: int) -> int:
     """f_type of statfs(2), which Python does not tell."""
     buffer = (ctypes.c_long * 32)()

@@ -22,7 +22,7 @@ from perdure import limits
 from perdure.advice import Advice
 from perdure.buffers import Parts, as_blocks, copy_parts
 from perdure.catalog.api import Durability, KeyArray, Lease
-from perdure.errors import CatalogError, InvalidArgument, ServiceBusy, ServiceUnavailable
+from perdure.errors import AccessDenied, CatalogError, InvalidArgument, ServiceBusy, ServiceUnavailable
 from perdure.keyspace import (
     check_known,
     check_lease,
@@ -100,7 +100,7 @@ class RemoteKeyspace(RemoteReads, SessionVerbs):
                 found += more
                 if more < len(part):
                     break
-        except (ServiceUnavailable, ServiceBusy, Late):
+        except (ServiceUnavailable, ServiceBusy, AccessDenied, Late):
             pass  # what was found can be asked for; `read` has the last word
         return found
 
@@ -171,7 +171,7 @@ class RemoteKeyspace(RemoteReads, SessionVerbs):
             _refuse(report, todo, WriteStatus.LATE, "not written by the deadline")
         except ServiceUnavailable as error:
             _refuse(report, todo, WriteStatus.FAILED, str(error))
-        except (ServiceBusy, CatalogError) as error:
+        except (ServiceBusy, CatalogError, AccessDenied) as error:
             _refuse(report, todo, WriteStatus.REJECTED, str(error))
 
     def _store_blocks(

@@ -24,7 +24,7 @@ from perdure import keys as naming
 from perdure import limits
 from perdure.buffers import Parts, as_blocks, copy_parts
 from perdure.catalog.api import KeyArray
-from perdure.errors import PerdureError, ProtocolError, ServiceBusy, ServiceUnavailable
+from perdure.errors import AccessDenied, PerdureError, ProtocolError, ServiceBusy, ServiceUnavailable
 from perdure.keys import key_list
 from perdure.keyspace import check_seconds, seconds_of
 from perdure.reports import ReadReport
@@ -40,7 +40,9 @@ GRACE_S = 0.25  # the service keeps the deadline; an answer that is on its way t
 _POLL_S = 0.01
 _OVERLAP_BYTES = 16 * limits.MIB  # of a round that is read while the one before is being copied
 _ROUNDS_AHEAD = 2
-_FOUND, _MISSING, _LATE = int(BlockStatus.FOUND), int(BlockStatus.MISSING), int(BlockStatus.LATE)
+_FOUND, _MISSING, _DENIED, _LATE = map(
+    int, (BlockStatus.FOUND, BlockStatus.MISSING, BlockStatus.DENIED, BlockStatus.LATE)
+)
 
 Extents = list[list[tuple[int, int]]]
 """Per block its parts in a region: (offset, bytes)."""
@@ -92,8 +94,10 @@ class View:
 class RemoteReads:
     """What every verb needs, and reading."""
 
-    def __init__(self, store: RemoteStore, tenant: str, identity: naming.KeyspaceIdentity, codec: str):
-        self._store, self._codec = store, codec
+    def __init__(
+        self, store: RemoteStore, tenant: str, identity: naming.KeyspaceIdentity, codec: str, capability: bytes = b""
+    ):  # fmt: skip
+        self._store, self._codec, self._capability = store, codec, capability
         self.tenant, self.identity, self.layout = tenant, identity, identity.layout
         self._opened: tuple[Run, m.SpaceOpened] | None = None
         opened = self._open(*store.current())
@@ -106,7 +110,18 @@ class RemoteReads:
         one, fields = self.identity, layout_fields(self.layout)
         opened: m.SpaceOpened = self._store.ask(
             run,
-            lambda i: m.OpenSpace(i, self.tenant, one.model, one.weights, one.lora, one.draft, fields, self._codec),
+            lambda i: m.OpenSpace(
+                i,
+                self.tenant,
+                one.model,
+                one.weights,
+                one.lora,
+                one.draft,
+                fields,
+                self._codec,
+                one.salt,
+                self._capability,
+            ),
             deadline,
         )
         if known is not None and known[1].digest != opened.digest:
@@ -153,9 +168,9 @@ class RemoteReads:
                 self._read(array, blocks, deadline, direct, report)
             except Late:
                 pass  # which is what their status says
-            except (ServiceUnavailable, ServiceBusy) as error:
+            except (ServiceUnavailable, ServiceBusy, AccessDenied) as error:
                 rest = report.statuses == _LATE
-                report.statuses[rest] = _MISSING
+                report.statuses[rest] = _DENIED if isinstance(error, AccessDenied) else _MISSING
                 report.problems |= dict.fromkeys(np.flatnonzero(rest).tolist(), str(error))
         if report.from_memory == len(array):
             report.usable, report.bytes = len(array), len(array) * self.layout.block_bytes

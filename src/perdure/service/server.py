@@ -24,20 +24,23 @@ from pathlib import Path
 from typing import Any
 
 from perdure import limits
-from perdure.errors import PerdureError, ProtocolError, ServiceBusy
+from perdure.errors import AccessDenied, PerdureError, ProtocolError, ServiceBusy
+from perdure.governance.principals import Principal
 from perdure.observe.metrics import Metrics
 from perdure.pool.dram import DramPool
 from perdure.pool.memory import SharedChunk
 from perdure.service import counting, sockets
 from perdure.service import messages as m
 from perdure.service.domains import Domains
+from perdure.service.doors import Connection, Door, Doors
 from perdure.service.fields import failure
+from perdure.service.guard import Guard
 from perdure.service.node import Node
 from perdure.service.parking import Parking, Ticket
 from perdure.service.peers import Peer
 from perdure.service.sockets import address_text
 from perdure.service.streams import TlsFiles
-from perdure.service.turns import Turns
+from perdure.service.turns import Turns, even
 from perdure.service.verbs import READING, WRITING, Verbs, Waiting, fetch_bytes
 from perdure.store import Store
 from perdure.viewing import leave_limbo
@@ -53,20 +56,7 @@ def shared_pool(budget_bytes: int, *, huge: bool = False) -> DramPool:
     return DramPool(budget_bytes, memory=lambda nbytes: SharedChunk(nbytes, huge=huge), shared=True)
 
 
-class _Connection:
-    __slots__ = ("birth", "closed", "main", "parked", "peer", "pidfd", "sock")
-
-    def __init__(self, sock: socket.socket):
-        self.sock = sock
-        self.peer: Peer | None = None
-        self.main = False
-        self.closed = False
-        self.parked: Ticket | None = None
-        self.pidfd = -1
-        self.birth = time.monotonic()
-
-
-_Work = tuple[_Connection, Any, list[int], float]
+_Work = tuple[Connection, Any, list[int], float]
 """Connection, question, its descriptors, and when it came."""
 
 
@@ -81,34 +71,33 @@ class Server:
         clients_max: int = limits.connections_max,
         listen: tuple[str, int] | None = None,
         tls: TlsFiles | None = None,
+        guard: Guard | None = None,
     ):
         self._store, self.core = store, store.core
-        self.path = Path(socket)
+        self.path, self.guard = Path(socket), guard
         self.node = None if listen is None else Node(self, *listen, tls)
         try:
-            self._listener = sockets.listen_unix(self.path)
+            self._doors = Doors(self.path, None if guard is None else guard.principals())
         except BaseException:
             if self.node is not None:
                 self.node.stop(0.0)
             raise
-        self._inode = os.stat(self.path).st_ino
-        self._listener.setblocking(False)
         self._clients_max = clients_max
         self.boot = os.urandom(16)
         self.domains = Domains(self.core)
         self.core.pool.observe(self.domains)
         self.core.presence.mirror_to(self.domains)
-        self.verbs = Verbs(store, self.domains, self.status)
+        self.verbs = Verbs(store, self.domains, self.status, guard)
         self.parking = Parking(self.core)
         self._epoll = select.epoll()
         self._stop = threading.Event()
         self._waker, self._woken = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
         self._lock = threading.Lock()
-        self._connections: dict[int, _Connection] = {}
-        self._pids: dict[int, _Connection] = {}
+        self._connections: dict[int, Connection] = {}
+        self._pids: dict[int, Connection] = {}
         self._peers: dict[bytes, Peer] = {}
         self._busy = 0
-        self._waiting: Turns[_Work] = Turns()
+        self._waiting: Turns[_Work] = Turns(even if guard is None else guard.shares.weight)
         self._threads = [
             threading.Thread(target=self._work, name=f"perdure-serve-{number}", daemon=True)
             for number in range(limits.service_threads)
@@ -120,7 +109,7 @@ class Server:
     # --- life
     def start(self) -> None:
         self._epoll.register(self._waker, select.EPOLLIN)
-        self._epoll.register(self._listener.fileno(), select.EPOLLIN | select.EPOLLONESHOT)
+        self._doors.register(self._epoll)
         self._started = True
         for thread in self._threads:
             thread.start()
@@ -132,9 +121,7 @@ class Server:
         """No new questions; those that are running end, within `drain_s`; then all clients are cut off."""
         if self._stop.is_set():
             return
-        with suppress(OSError):  # the path may belong to a successor already
-            if os.stat(self.path).st_ino == self._inode:
-                self.path.unlink()
+        self._doors.unlink()
         self._stop.set()
         os.write(self._woken, b"x")
         give_up = time.monotonic() + drain_s
@@ -149,7 +136,7 @@ class Server:
         self.verbs.mover.close()
         for connection in list(self._connections.values()):
             self._close(connection)
-        self._listener.close()
+        self._doors.close()
         self._epoll.close()
         os.close(self._waker)
         os.close(self._woken)
@@ -189,8 +176,9 @@ class Server:
                     _LOG.exception("a connection could not be served")
 
     def _woken_by(self, fd: int) -> None:
-        if fd == self._listener.fileno():
-            self._accept()
+        door = self._doors.get(fd)
+        if door is not None:
+            self._accept(door)
             return
         ended, connection = self._pids.get(fd), self._connections.get(fd)
         if ended is not None:
@@ -228,29 +216,35 @@ class Server:
     def room(self) -> bool:
         return self._open() < self._clients_max
 
-    def _accept(self) -> None:
+    def _accept(self, door: Door) -> None:
         with suppress(OSError):
             try:
-                sock, _ = self._listener.accept()
+                sock, _ = door.sock.accept()
             except OSError as error:
                 if error.errno in _EXHAUSTED:  # who waits is taken when some are free again; meanwhile no spinning
                     self._stop.wait(limits.beat_s)
                 raise
-            if not self.room():
-                busy = ServiceBusy(f"{self._clients_max} connections are open; raise --clients-max")
+            refused = self._refused(door, sock)
+            if refused is not None:
                 with suppress(OSError):
-                    sockets.send(sock, m.encode(failure(0, busy)), [], socket.MSG_DONTWAIT)
+                    sockets.send(sock, m.encode(failure(0, refused)), [], socket.MSG_DONTWAIT)
                 sock.close()
             else:
-                connection = _Connection(sock)
+                connection = Connection(sock, door.principal)
                 sock.setblocking(False)
                 with self._lock:  # another thread may be walking over them
                     self._connections[sock.fileno()] = connection
                 self._epoll.register(sock.fileno(), _ONCE)
-        with suppress(OSError, ValueError):
-            self._epoll.modify(self._listener.fileno(), select.EPOLLIN | select.EPOLLONESHOT)
+        self._doors.arm(self._epoll, door)
 
-    def _close(self, connection: _Connection) -> None:
+    def _refused(self, door: Door, sock: socket.socket) -> PerdureError | None:
+        try:
+            door.check(sock)
+        except AccessDenied as error:
+            return error
+        return None if self.room() else ServiceBusy(f"{self._clients_max} connections are open; raise --clients-max")
+
+    def _close(self, connection: Connection) -> None:
         with self._lock:
             if connection.closed:
                 return
@@ -274,12 +268,12 @@ class Server:
         if peer is not None:
             self.dismiss(peer)
 
-    def _arm(self, connection: _Connection, events: int = _ONCE) -> None:
+    def _arm(self, connection: Connection, events: int = _ONCE) -> None:
         with suppress(OSError, ValueError):
             self._epoll.modify(connection.sock.fileno(), events)
 
     # --- questions
-    def _serve(self, connection: _Connection) -> None:
+    def _serve(self, connection: Connection) -> None:
         fds: list[int] = []
         try:
             data, fds = sockets.receive(connection.sock, socket.MSG_DONTWAIT)
@@ -301,12 +295,12 @@ class Server:
         for fd in fds:
             os.close(fd)
 
-    def _greet(self, connection: _Connection, question: Any) -> None:
+    def _greet(self, connection: Connection, question: Any) -> None:
         pid, pidfd = 0, -1
         if isinstance(question, m.Hello):
             pid, _, pidfd = sockets.peer_of(connection.sock)
         try:
-            peer, answer = self.greet(question, pid)
+            peer, answer = self.greet(question, pid, principal=connection.principal)
         except BaseException:
             if pidfd >= 0:
                 os.close(pidfd)
@@ -329,7 +323,9 @@ class Server:
             self._epoll.register(pidfd, select.EPOLLIN | select.EPOLLONESHOT)
         self._send(connection, answer, [])
 
-    def greet(self, question: Any, pid: int = 0, *, remote: str = "") -> tuple[Peer, m.Message]:
+    def greet(
+        self, question: Any, pid: int = 0, *, remote: str = "", principal: Principal | None = None
+    ) -> tuple[Peer, m.Message]:
         """The client that a new connection belongs to, and what to tell it. Raises ProtocolError, ServiceBusy."""
         if isinstance(question, m.Hello):
             if question.version != limits.wire_version:
@@ -338,6 +334,7 @@ class Server:
                     "install the same version of Perdure on both sides"
                 )
             peer = Peer(self.core, self.domains, pid, question.name[:64], remote=remote)
+            peer.principal = principal
             with self._lock:
                 self._peers[peer.token] = peer
             return peer, m.Welcome(
@@ -347,7 +344,7 @@ class Server:
             raise ProtocolError("the first message must be Hello or Join")
         with self._lock:
             joined = self._peers.get(question.client)
-            if joined is None or bool(joined.remote) != bool(remote):
+            if joined is None or bool(joined.remote) != bool(remote) or joined.principal != principal:
                 raise ServiceBusy("no such client")
             if joined.connections >= limits.connections_per_client_max:
                 raise ServiceBusy(f"{limits.connections_per_client_max} connections are open; use fewer at a time")
@@ -365,14 +362,16 @@ class Server:
         with self._lock:
             peer.connections -= 1
 
-    def _dispatch(self, connection: _Connection, question: Any, fds: list[int]) -> None:
+    def _dispatch(self, connection: Connection, question: Any, fds: list[int]) -> None:
         work: _Work = (connection, question, fds, time.monotonic())
         if not isinstance(question, READING + WRITING):
             self._answer(*work)
             return
         with self._lock:
             if self._busy >= limits.service_data_threads_max:
-                self._waiting.put(_tenant_of(connection.peer, question), isinstance(question, WRITING), work)
+                assert connection.peer is not None
+                tenant, cost = connection.peer.turn_of(question)
+                self._waiting.put(tenant, isinstance(question, WRITING), work, cost)
                 return
             self._busy += 1
         while True:
@@ -384,7 +383,7 @@ class Server:
                     return
                 work = following
 
-    def _answer(self, connection: _Connection, question: Any, fds: list[int], since: float) -> None:
+    def _answer(self, connection: Connection, question: Any, fds: list[int], since: float) -> None:
         """Never raises."""
         peer = connection.peer
         assert peer is not None
@@ -404,14 +403,14 @@ class Server:
         for fd in (*fds, *out):
             os.close(fd)
 
-    def _park(self, connection: _Connection, question: Any, waiting: Waiting, since: float) -> None:
+    def _park(self, connection: Connection, question: Any, waiting: Waiting, since: float) -> None:
         reply = lambda answer: self._reply(connection, question, answer, [], since)  # noqa: E731
         ticket = connection.parked = Ticket(self.parking, question.id, waiting, reply)
         self.parking.park(ticket)
         if connection.closed:  # before it could see that something is parked
             self.parking.drop(ticket)
 
-    def _reply(self, connection: _Connection, question: Any, answer: m.Message, out: list[int], since: float) -> None:
+    def _reply(self, connection: Connection, question: Any, answer: m.Message, out: list[int], since: float) -> None:
         """Never raises."""
         peer = connection.peer
         assert peer is not None
@@ -429,7 +428,7 @@ class Server:
         except Exception:  # noqa: BLE001 (metrics must not end the service)
             _LOG.exception("a question could not be counted")
 
-    def _send(self, connection: _Connection, answer: m.Message, fds: list[int]) -> bool:
+    def _send(self, connection: Connection, answer: m.Message, fds: list[int]) -> bool:
         """False, and the connection is closed, if it does not take its answers, or is gone."""
         data = m.encode(answer)
         if len(data) > limits.message_bytes_max:
@@ -441,10 +440,3 @@ class Server:
             self._close(connection)
             return False
         return True
-
-
-def _tenant_of(peer: Peer | None, question: Any) -> bytes:
-    """Whose turn a question takes; of what names no keyspace, the client's own."""
-    assert peer is not None
-    number = getattr(question, "space", -1)
-    return peer.spaces[number].tenant_id if 0 <= number < len(peer.spaces) else peer.token

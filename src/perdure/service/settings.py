@@ -132,6 +132,10 @@ class Settings(BaseSettings):
         default=False, description="metrics may be reachable from other machines; write true or false"
     )
     mirror: _File = Field(None, description="second directory, for retained blocks; write a path")
+    policy: _File = Field(
+        None, description="directory of principals, terms and rules (none: whoever connects may ask for any tenant); "
+        "write a path",
+    )  # fmt: skip
     codec: Literal["auto", "on", "off"] = Field("auto", description="lossless compression; write auto, on or off")
     admission: Literal["always", "never", "value"] = Field(
         "always", description="which blocks are stored: value weighs reuse against wear; write always, never or value"
@@ -271,6 +275,9 @@ def _check_reach(settings: Settings, origins: dict[str, str]) -> None:
     if missing and len(missing) < len(files):
         present = next(key for key in files if key not in missing)
         refuse(present, f"TLS needs {' and '.join(missing)} too", "write all of tls_cert, tls_key and tls_ca, or none")
+    if settings.listen and missing and settings.policy is not None:
+        refuse("listen", "with a policy, hosts are known by their certificates",
+               "write tls_cert, tls_key and tls_ca")  # fmt: skip
     if settings.listen and missing and not is_loopback(parse_address(settings.listen)[0]):
         refuse("listen", "other machines could reach the store without TLS",
                "write tls_cert, tls_key and tls_ca, or a loopback address such as 127.0.0.1:9463")  # fmt: skip

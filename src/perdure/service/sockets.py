@@ -88,6 +88,12 @@ def peer_of(sock: socket.socket) -> tuple[int, int, int]:
         return pid, uid, -1
 
 
+def credentials(sock: socket.socket) -> tuple[int, int]:
+    """(uid, gid) of the process at the other end, as of when it connected."""
+    _, uid, gid = _CREDENTIALS.unpack(sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size))
+    return uid, gid
+
+
 def check_path(path: Path) -> None:
     if len(os.fsencode(path)) > limits.socket_path_bytes_max:
         raise InvalidArgument(

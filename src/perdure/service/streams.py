@@ -167,6 +167,11 @@ class TlsStream(Stream):
 
     _sock: ssl.SSLSocket
 
+    def uris(self) -> list[str]:
+        """That the other side's certificate names (SPIFFE ids are such)."""
+        names: Any = (self._sock.getpeercert() or {}).get("subjectAltName", ())
+        return [value for kind, value in names if kind == "URI"]
+
     def _first(self, head: memoryview, until: float) -> int:
         return self._receive_some([head], until)
 

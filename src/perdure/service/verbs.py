@@ -11,14 +11,14 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from perdure import limits
 from perdure.catalog.api import Lease
 from perdure.core import Core
-from perdure.errors import CatalogError, InvalidArgument, ProtocolError, ServiceBusy
+from perdure.errors import AccessDenied, CatalogError, InvalidArgument, ProtocolError, ServiceBusy
 from perdure.flight import Wish
 from perdure.governance.audit import Event, acting
 from perdure.keyspace import Keyspace
@@ -33,6 +33,9 @@ from perdure.service.regions import LentRegion, Region, register
 from perdure.service.shared import CHUNKS, RING_BYTES
 from perdure.store import Store
 from perdure.viewing import fetch
+
+if TYPE_CHECKING:
+    from perdure.service.guard import Guard
 
 _CLIENTS_TOLD_MAX = 200  # so that the answer fits a message
 
@@ -54,8 +57,11 @@ WRITING = (m.Write, m.Sync, m.Reserve, m.EndLease, m.Pin, m.Unpin, m.OpenSpace, 
 
 
 class Verbs:
-    def __init__(self, store: Store, domains: Domains, status: Callable[[], dict[str, Any]]):
+    def __init__(
+        self, store: Store, domains: Domains, status: Callable[[], dict[str, Any]], guard: Guard | None = None
+    ):
         self._store, self._core, self._domains, self._status = store, store.core, domains, status
+        self._guard = guard
         self.mover = Mover(store.core.pool)
         self._handlers: dict[type, Callable[..., Reply]] = {
             m.OpenSpace: self._open_space, m.Attach: self._attach, m.Lookup: self._lookup, m.Present: self._present,
@@ -64,15 +70,21 @@ class Verbs:
             m.Follow: self._follow, m.EndLease: self._end_lease, m.Pin: self._pin, m.Unpin: self._unpin,
             m.Hint: self._hint, m.Advise: self._advise, m.Status: self._tell_status, m.Explain: self._explain,
             m.ExplainPrefix: self._explain_prefix, m.Sync: self._sync, m.SessionAsk: self._session,
+            m.Exchange: self._exchange,
         }  # fmt: skip
 
     def answer(self, peer: Peer, question: Any, fds: list[int]) -> Reply:
         if self._core.audit is None:
-            return self._answer(peer, question, fds)
+            return self._guarded(peer, question, fds)
         with acting(peer.who):
-            return self._answer(peer, question, fds)
+            return self._guarded(peer, question, fds)
 
-    def _answer(self, peer: Peer, question: Any, fds: list[int]) -> Reply:
+    def _guarded(self, peer: Peer, question: Any, fds: list[int]) -> Reply:
+        if self._guard is None:
+            return self._carry_out(peer, question, fds)
+        return self._guard.carry_out(peer, question, lambda: self._carry_out(peer, question, fds))
+
+    def _carry_out(self, peer: Peer, question: Any, fds: list[int]) -> Reply:
         handler = self._handlers.get(type(question))
         if handler is None:
             raise ProtocolError(f"{type(question).__name__} is no question for a client that has said hello")
@@ -90,15 +102,23 @@ class Verbs:
     # --- keyspaces and maps
     def _open_space(self, peer: Peer, q: m.OpenSpace) -> Reply:
         identity = identity_of(q)
+        opening = None if self._guard is None else self._guard.admit(peer, q)
+        tenant, salt = (q.tenant, q.salt) if opening is None else (opening.capability.tenant, opening.salt)
         space = self._store.keyspace(
-            model=identity.model, weights=identity.weights, layout=identity.layout, tenant=q.tenant,
-            lora=identity.lora, draft=identity.draft, codec=q.codec or None,
+            model=identity.model, weights=identity.weights, layout=identity.layout, tenant=tenant,
+            lora=identity.lora, draft=identity.draft, salt=salt, codec=q.codec or None,
         )  # fmt: skip
         mapped = bool(self._core.pool.budget_bytes) and not peer.remote and not _unseen_forbidden(self._core)
+        mapped = mapped and (opening is None or opening.mapped)
         if mapped:
             self._domains.get(space.tenant_id)
-        number = peer.open_space(space)
+        number = peer.open_space(space, opening)
         return m.SpaceOpened(q.id, number, space.digest, space.shared_digest, space.tenant_id, mapped), []
+
+    def _exchange(self, peer: Peer, q: m.Exchange) -> Reply:
+        if self._guard is None:
+            raise AccessDenied("this service has no policy, so there is nothing to exchange a token for")
+        return self._guard.exchange(peer, q), []
 
     def _attach(self, peer: Peer, q: m.Attach) -> Reply:
         if len(q.versions) != 2:

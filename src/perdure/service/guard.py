@@ -1,0 +1,378 @@
+"""Governs a service: which principal a connection is, what it may do with whose blocks, and how much at a time.
+
+Contract
+- A keyspace is opened under a capability: decided by policy for the connection's principal, or shown by it. From then
+  on a question costs a look at that capability; questions that need none are those about what a client itself holds.
+- The tenant comes from the capability, never from the message alone. What narrows (policy's scope, the caller's salt)
+  is part of the names; nothing the caller says widens.
+- Refused reads are DENIED per block, refused writes REJECTED with the reason; look-ups find nothing. Other questions
+  are answered with AccessDenied. A question of a kind that this file does not know is the operator's.
+- Keys of another tenant's blocks, wherever a client may have them from, are to it as if they were not stored.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from perdure import limits
+from perdure.catalog.api import KeyArray, fingerprints
+from perdure.errors import AccessDenied
+from perdure.governance.identity import Authority, Capability, Tokens, granted
+from perdure.governance.policy import SPACE_ACTIONS, Policies, Where
+from perdure.governance.principals import Principal
+from perdure.governance.shares import Shares
+from perdure.governance.terms import NARROW, Document
+from perdure.presence_table import NO_SEGMENT
+from perdure.reports import WriteStatus
+from perdure.segments.landing import BlockStatus
+from perdure.service import messages as m
+from perdure.service.fields import NO_SLOT, keys_of, lease_of
+from perdure.service.peers import Peer
+from perdure.service.quotas import Quotas
+from perdure.service.regions import lies_in_memory
+from perdure.service.verbs import Reply, Waiting
+from perdure.store import Store
+
+FREE: Final = (m.Release, m.Settled, m.Unregister, m.Unpin, m.OpenSpace, m.Exchange, m.Status, m.Explain)
+"""About what the client itself holds, or decided when they are answered."""
+_NEEDS: Final[dict[type, str]] = {
+    m.Attach: "map", m.Lookup: "read", m.Present: "read", m.Advise: "read", m.Follow: "read", m.Fetch: "read",
+    m.Read: "read", m.Get: "read", m.ExplainPrefix: "read", m.Write: "write", m.Put: "write", m.Reserve: "write",
+    m.Pin: "pin", m.Hint: "release",
+}  # fmt: skip
+_SESSION_VERBS: Final = {
+    "handoff": "handoff", "adopt": "handoff", "pin": "pin", "release": "release", "prefetch": "read",
+}  # fmt: skip
+_NAMED: Final = ("name", "new_name")
+_ABSENT, _MINE, _OTHER = 0, 1, 2
+
+
+@dataclass(frozen=True, slots=True)
+class Opening:
+    """How a keyspace is to be opened."""
+
+    capability: Capability
+    document: Document
+    salt: str
+    mapped: bool
+
+
+class Guard:
+    """Of one service. encrypts: whether a tenant's new blocks are."""
+
+    def __init__(
+        self, store: Store, policies: Policies, *, roots: Iterable[Path], encrypts: Callable[[str], bool] | None = None
+    ):
+        """roots: directories that the store's bytes lie in. encrypts: whether a tenant's new blocks are encrypted."""
+        self._core, self.policies = store.core, policies
+        self._roots = tuple(str(root) for root in roots)
+        self._persistent = not all(map(lies_in_memory, self._roots))
+        self._encrypts = encrypts or (lambda tenant: False)
+        self._now = store.core.clock.boottime
+        self.authority = Authority(self._now)
+        self._tokens = None if policies.jwt is None else Tokens(policies.jwt, policies.path, store.core.clock.wall)
+        self.quotas = Quotas(store.core)
+        self.shares = Shares(store.core.root_secret, policies.documents)
+        store.core.reclaimer.shares = store.core.pool.shares = self.shares
+
+    # --- who
+    def principals(self) -> Iterable[Principal]:
+        return self.policies.principals.values()
+
+    def by_certificate(self, uris: Iterable[str]) -> Principal:
+        """The principal that a certificate's URIs name. Raises AccessDenied."""
+        named = list(uris)
+        found = [one for one in self.principals() if one.spiffe and named == [one.spiffe]]
+        if not found:
+            raise AccessDenied("the certificate names no principal of this service by a single SPIFFE id")
+        return found[0]
+
+    # --- opening
+    def admit(self, peer: Peer, q: m.OpenSpace) -> Opening:
+        """Raises AccessDenied."""
+        who = peer.principal
+        assert who is not None
+        if q.capability:
+            capability = self.authority.check(q.capability, who)
+            if q.tenant not in ("", capability.tenant):
+                raise AccessDenied(f"the capability is for tenant {capability.tenant!r}, not {q.tenant!r}")
+        elif who.tokens:
+            raise AccessDenied(f"{who.name} acts for others only: exchange a token, and pass the capability")
+        else:
+            capability = self._own(who, self._tenant(who, q.tenant))
+        document = self.policies.documents.get(capability.tenant)
+        if document is None or not capability.actions & {"read", "write"}:
+            raise AccessDenied(self.policies.decide(who, capability.tenant, "read", self._where(capability.tenant)).why)
+        whose = {"private": [who.name, capability.subject], "group": [who.group]}.get(document.scope, [])
+        if document.scope == "group" and not who.group:
+            raise AccessDenied(
+                f"{document.name} shares within session groups, and {who.name} has none; give it a group"
+            )
+        parts = ([document.scope, *whose] if whose else []) + (["salt", q.salt] if q.salt else [])
+        salt = "".join(f"{len(part.encode())}:{part}" for part in parts)
+        return Opening(capability, document, salt, "map" in capability.actions)
+
+    def _tenant(self, who: Principal, asked: str) -> str:
+        if not asked and len(who.tenants) == 1:
+            return who.tenants[0]
+        if asked not in who.tenants:
+            raise AccessDenied(
+                f"{who.name} is no principal of tenant {asked!r}"
+                if asked
+                else f"{who.name} has several tenants; name one"
+            )
+        return asked
+
+    def _own(self, who: Principal, tenant: str) -> Capability:
+        """Decided now, for as long as the policy stays."""
+        decided = self.policies.decide_all(who, tenant, SPACE_ACTIONS, self._where(tenant))
+        allowed = frozenset(action for action, one in decided.items() if one.allowed)
+        document = self.policies.documents.get(tenant)
+        name = "" if document is None else document.name
+        return Capability(who.name, tenant, "", "", allowed, float("inf"), name)
+
+    def _where(self, tenant: str) -> Where:
+        return Where(self._roots, persistent=self._persistent, encrypted=self._encrypts(tenant))
+
+    def exchange(self, peer: Peer, q: m.Exchange) -> m.Granted:
+        """A capability for a token. Raises AccessDenied."""
+        who = peer.principal
+        assert who is not None
+        if self._tokens is None or self.policies.jwt is None:
+            raise AccessDenied("this service takes no tokens; write [jwt] into principals.toml")
+        claims = self._tokens.check(q.token)
+        if claims.session and not q.session.startswith(claims.session):
+            raise AccessDenied("the token is for other sessions; ask for a name that begins as its claim does")
+        allowed = self._own(who, claims.tenant).actions if claims.tenant in who.tenants else frozenset[str]()
+        # mapped memory could still be read when the capability is over
+        actions = granted(claims, who, allowed, frozenset(q.actions)) - {"map"}
+        ttl_s = min(claims.left_s, self.policies.jwt.ttl_s_max)
+        policy = self.policies.documents[claims.tenant].name if claims.tenant in self.policies.documents else ""
+        capability = Capability(
+            who.name, claims.tenant, claims.subject, q.session, actions, self._now() + ttl_s, policy
+        )
+        return m.Granted(q.id, self.authority.issue(capability), claims.tenant, sorted(actions), ttl_s)
+
+    # --- questions
+    def carry_out(self, peer: Peer, question: Any, answer: Callable[[], Reply]) -> Reply:
+        """Answer a question if it may be asked. Raises AccessDenied."""
+        refused = self.refusal(peer, question)
+        if refused is not None:
+            return refused, []
+        with self.entered(peer, question):
+            reply, fds = answer()
+        return self._shown(peer, question, reply), fds
+
+    def entered(self, peer: Peer, question: Any) -> AbstractContextManager[None]:
+        """The question is being answered."""
+        opening = self._opening(peer, question)
+        return nullcontext() if opening is None else self.quotas.entered(opening.document.tenant, question)
+
+    def refusal(self, peer: Peer, q: Any) -> m.Message | None:
+        """None, or the answer to what may not be done; raises AccessDenied where the answer has no room for it. Bounds
+        the question's times to the tenant's terms."""
+        if isinstance(q, FREE):
+            return None
+        if isinstance(q, m.EndLease):
+            if not peer.holds(lease_of(q.lease)):
+                raise AccessDenied("the lease is not this client's")
+            return None
+        if isinstance(q, m.Region | m.Sync):
+            if isinstance(q, m.Region) and q.kind == "nixl":
+                raise AccessDenied("NIXL has no identities: a governed service moves no payload by it; use tcp://")
+            if not peer.openings:
+                raise AccessDenied("open a keyspace first")
+            return None
+        if isinstance(q, m.SessionAsk) and q.space < 0:
+            self._administer(peer, q)
+            return None
+        opening = self._opening(peer, q)
+        if opening is None:
+            self._service_action(peer, "administer")
+            return None
+        action = _SESSION_VERBS.get(q.verb, "session") if isinstance(q, m.SessionAsk) else _NEEDS[type(q)]
+        problem = self._problem(peer, opening, action)
+        if problem is not None:
+            return _denied(q, problem)
+        if isinstance(q, m.SessionAsk):
+            self._bound_session(opening, q)
+        self._bound_keys(peer, q)
+        problem = self.quotas.problem(peer, opening.document, q)  # last: what it lets through is counted
+        if problem is not None:
+            return _denied(q, problem)
+        if isinstance(q, m.Write | m.Put):
+            q.ttl_s = opening.document.ttl(q.ttl_s)
+        return None
+
+    def _bound_keys(self, peer: Peer, q: Any) -> None:
+        """Nothing is done to other tenants' blocks. Raises AccessDenied."""
+        told = q.fields.get("keys") if isinstance(q, m.SessionAsk) else getattr(q, "keys", None)
+        if not isinstance(told, bytes) or not isinstance(
+            q, m.SessionAsk | m.Pin | m.Hint | m.Reserve | m.Write | m.Put
+        ):
+            return
+        if (self._owners(keys_of(told), peer.space(q.space).tenant_id) == _OTHER).any():
+            raise AccessDenied("keys of blocks that are another tenant's")
+
+    def _opening(self, peer: Peer, q: Any) -> Opening | None:
+        """What a question's keyspace was opened under; None for kinds that have none."""
+        if type(q) not in _NEEDS and not (isinstance(q, m.SessionAsk) and q.space >= 0):
+            return None
+        peer.space(q.space)  # raises ProtocolError
+        opening: Opening = peer.openings[q.space]
+        return opening
+
+    def _problem(self, peer: Peer, opening: Opening, action: str) -> str | None:
+        capability = opening.capability
+        if action not in capability.actions:
+            who = peer.principal
+            assert who is not None
+            decided = self.policies.decide(who, capability.tenant, action, self._where(capability.tenant))
+            return f"the capability leaves out {action!r}" if decided.allowed else f"{action}: {decided.why}"
+        if self._now() >= capability.deadline_s:
+            return "the capability is over; exchange a token and open the keyspace again"
+        return None
+
+    # --- sessions
+    def _bound_session(self, opening: Opening, q: m.SessionAsk) -> None:
+        """Names within the capability's scope, times within the terms. Raises AccessDenied."""
+        scope = opening.capability.session
+        names = [q.fields.get(field) for field in _NAMED if q.fields.get(field) is not None]
+        inside = names and all(isinstance(name, str) and name.startswith(scope) for name in names)
+        if scope and not inside and q.verb != "prefetch":
+            raise AccessDenied(f"the capability is for sessions whose names begin with {scope!r}")
+        asked = q.fields.get("ttl_s")
+        if opening.document.retention_min_s and (q.verb == "release" or (q.verb == "expire" and asked == 0)):
+            raise AccessDenied(f"{opening.document.name} promises retention; the session ends by itself")
+        if q.verb not in ("open", "expire") or not (asked is None or isinstance(asked, int | float)):
+            return
+        bounded = opening.document.session_ttl(limits.session_ttl_s_default if asked is None else asked)
+        if q.verb == "open" or asked:
+            q.fields = q.fields | {"ttl_s": bounded}
+
+    def _administer(self, peer: Peer, q: m.SessionAsk) -> None:
+        """Sessions by name: an operator's of everybody's, an engine's of its tenant's, where that is one room."""
+        who = peer.principal
+        assert who is not None
+        if self.policies.decide(who, "", "administer").allowed:
+            return
+        tenant = self._tenant(who, str(q.fields.get("tenant") or ""))
+        document = self.policies.documents.get(tenant)
+        action = {"release": "release"}.get(q.verb, "session")
+        decided = self.policies.decide(who, tenant, action, self._where(tenant))
+        if not decided.allowed or document is None or document.scope not in ("tenant", "published"):
+            raise AccessDenied(f"sessions: {decided.why if not decided.allowed else 'not all of the tenant are yours'}")
+        if peer.principal is not None and any(one.capability.session for one in peer.openings):
+            raise AccessDenied("sessions: the capability is for some of them only; open them by name")
+        q.fields = q.fields | {"tenant": tenant}
+
+    def _service_action(self, peer: Peer, action: str) -> None:
+        who = peer.principal
+        assert who is not None
+        decided = self.policies.decide(who, "", action)
+        if not decided.allowed:
+            raise AccessDenied(f"{action}: {decided.why}")
+
+    # --- answers
+    def _shown(self, peer: Peer, q: Any, reply: m.Message | Waiting) -> m.Message | Waiting:
+        """The answer without what is other tenants'."""
+        if isinstance(q, m.Status | m.Explain):
+            who = peer.principal
+            assert who is not None
+            action = "status" if isinstance(q, m.Status) else "explain"
+            if isinstance(reply, m.Document) and not self.policies.decide(who, "", action).allowed:
+                mine = {space.tenant for space in peer.spaces} | set(who.tenants)
+                reply.content = _own_status(reply.content, mine) if action == "status" else self._own_block(peer, reply)
+            return reply
+        if isinstance(q, m.ExplainPrefix) and isinstance(reply, m.Document):
+            narrow = peer.openings[q.space].document.scope in NARROW
+            elsewhere = [] if narrow else reply.content["elsewhere"]  # a digest is what names are made from
+            reply.content["elsewhere"] = [{key: one[key] for key in ("usable", "differs")} for one in elsewhere]
+        elif isinstance(q, m.Lookup | m.Follow):
+            keys, tenant_id = keys_of(q.keys), peer.space(q.space).tenant_id
+            if isinstance(reply, m.Count):
+                reply.count = self._own_prefix(keys[: reply.count], tenant_id)
+            elif isinstance(reply, Waiting):
+                return Waiting(
+                    reply.wish, reply.until, lambda found: m.Count(q.id, self._own_prefix(keys[:found], tenant_id))
+                )
+        elif isinstance(q, m.Advise) and isinstance(reply, m.Advised):
+            if self._own_prefix(keys_of(q.keys)[: reply.blocks], peer.space(q.space).tenant_id) < reply.blocks:
+                return m.Advised(q.id, 0, 0.0, 0.0, "nothing of it is stored")
+        elif isinstance(q, m.Present) and isinstance(reply, m.Mask):
+            own = self._owners(keys_of(q.keys), peer.space(q.space).tenant_id) == _MINE
+            reply.mask = (np.frombuffer(reply.mask, np.bool_) & own).tobytes()
+        elif isinstance(q, m.Pin) and isinstance(reply, m.Made):
+            self.quotas.pinned(peer, peer.openings[q.space].document.tenant, reply.number)
+        return reply
+
+    def _own_prefix(self, keys: KeyArray, tenant_id: bytes) -> int:
+        own = self._owners(keys, tenant_id) == _MINE
+        return len(keys) if own.all() else int(own.argmin())
+
+    def _owners(self, keys: KeyArray, tenant_id: bytes) -> NDArray[np.uint8]:
+        """Per key whose the stored block is: _ABSENT, _MINE or _OTHER."""
+        core, owners = self._core, np.zeros(len(keys), np.uint8)
+        segments = core.presence.segments_of(fingerprints(keys))
+        stored = segments != NO_SEGMENT
+        for ordinal in np.unique(segments).tolist() if stored.any() else ():
+            tenant = b"" if ordinal == NO_SEGMENT else core.table.tenant(ordinal)
+            owners[segments == ordinal] = _MINE if tenant == tenant_id else _OTHER if tenant else _ABSENT
+        rest = np.flatnonzero(owners == _ABSENT)
+        if len(rest) and not core.presence.complete:
+            present, records = core.locate(keys[rest])
+            mine = np.array([row == tenant_id for row in records["tenant"].tolist()], bool)
+            owners[rest] = np.where(present, np.where(mine, _MINE, _OTHER), _ABSENT)
+        return owners
+
+    def _own_block(self, peer: Peer, reply: m.Document) -> dict[str, Any]:
+        """What an engine is told of a block: everything of its own tenants', of others' that it is not there."""
+        record = reply.content.get("record", {})
+        if record.get("tenant_id") in {space.tenant_id.hex() for space in peer.spaces}:
+            return {key: value for key, value in reply.content.items() if key != "keyspace"}
+        return {"key": reply.content["key"], "present": False, "memory": None, "incidents": [],
+                "verdict": "miss: not in the catalog (never stored, evicted or removed)"}  # fmt: skip
+
+
+def _own_status(status: dict[str, Any], tenants: set[str]) -> dict[str, Any]:
+    """What an engine is told of the service: that it runs, and what its tenants have."""
+    store = status["store"]
+    return {
+        "boot": status["boot"], "pid": status["pid"], "clients": [], "clients_omitted": 0,
+        "store": {
+            "format": store["format"], "healthy": store["healthy"], "background": store["background"],
+            "tenants": {name: one for name, one in store["tenants"].items() if name in tenants},
+            "keyspaces": [
+                {key: one[key] for key in ("tenant", "model", "block_tokens", "block_bytes")}
+                for one in store["keyspaces"] if one["tenant"] in tenants
+            ],
+        },
+    }  # fmt: skip
+
+
+def _denied(q: Any, why: str) -> m.Message:
+    """The answer to what may not be done, where it has room for that. Raises AccessDenied where not."""
+    if isinstance(q, m.Lookup | m.Follow):
+        return m.Count(q.id, 0)
+    if isinstance(q, m.Present):
+        return m.Mask(q.id, bytes(len(keys_of(q.keys))))
+    if isinstance(q, m.Advise):
+        return m.Advised(q.id, 0, 0.0, 0.0, f"denied: {why}")
+    if isinstance(q, m.Fetch | m.Read | m.Get | m.Write | m.Put):
+        count = len(keys_of(q.keys))
+        if isinstance(q, m.Write | m.Put):
+            return m.Written(q.id, bytes([WriteStatus.REJECTED]) * count, 0, 0, {0: f"denied: {why}"} if count else {})
+        statuses, problems = bytes([BlockStatus.DENIED]) * count, {0: f"denied: {why}"} if count else {}
+        if isinstance(q, m.Get):
+            return m.Sent(q.id, statuses, b"", b"", 0, problems, True)
+        if isinstance(q, m.Read):
+            return m.Delivered(q.id, statuses, 0, problems, 0)
+        return m.Fetched(q.id, statuses, np.full(count, NO_SLOT, np.uint64).tobytes(), 0, problems, [])
+    raise AccessDenied(why)
