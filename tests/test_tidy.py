@@ -60,6 +60,7 @@ LAYERS = [
         "inspect",
         "keeper",
         "keyspace",
+        "opening",
         "viewing",
         "waiting",
         "rates",

@@ -31,10 +31,10 @@ from numpy.typing import ArrayLike
 from perdure import directory, inspect, limits, session_admin
 from perdure.admission import Admission, Admissions, check
 from perdure.catalog.api import BlockIndex, ControlStore
-from perdure.catalogs import Catalogs, kind_of, open_catalogs
+from perdure.catalogs import kind_of, open_catalogs
 from perdure.clock import Clock, SteadyWall, SystemClock
-from perdure.core import INDEX_LOST_KEY, STORE_NAMESPACE, Core, Incidents, Pins
-from perdure.errors import CatalogError, InvalidArgument, ReadOnlyStore, StoreClosed, StorePathError
+from perdure.core import STORE_NAMESPACE, Core, Incidents, Pins
+from perdure.errors import CatalogError, ReadOnlyStore, StoreClosed, StorePathError
 from perdure.governance.audit import Event, open_log
 from perdure.governance.keystore import open_keystore, rotate
 from perdure.io.aio import default_engine
@@ -44,6 +44,7 @@ from perdure.io.memory import Scratch
 from perdure.keeper import CLOCK_KEY, Keeper
 from perdure.keys import KeyspaceIdentity, KVLayout
 from perdure.keyspace import Keyspace
+from perdure.opening import capacity_bytes_of, index_lost_of, segment_bytes_of, take_over
 from perdure.options import parse_size, refuse_unknown
 from perdure.pool.dram import DramPool
 from perdure.prefetch import Prefetcher
@@ -60,7 +61,6 @@ from perdure.segments.table import SegmentTable
 from perdure.segments.writer import SegmentWriter
 from perdure.session_heads import Sessions
 
-_CAPACITY_DEFAULT = "20GiB"
 _CALL_THREADS = 4
 _INDEX_BYTES_PER_PAGE = 0.1  # address space for the index: capacity in pages times this, generously
 _FILL_WAIT_S = 30.0
@@ -158,14 +158,14 @@ class Store:
         secret = directory.root_secret(path)
         control = seams.control(self._catalogs.control())
         undo.callback(control.close)
-        capacity_bytes = _capacity(control, capacity, read_only)
-        index_lost = _index_lost(control, self._catalogs, drop_index, read_only)
+        capacity_bytes = capacity_bytes_of(control, capacity, read_only)
+        index_lost = index_lost_of(control, self._catalogs, drop_index, read_only)
         map_bytes = int(capacity_bytes * _INDEX_BYTES_PER_PAGE) + 64 * limits.MIB
         index = seams.index(self._catalogs.index(map_bytes))
         undo.callback(index.close)
         owner = secrets.token_bytes(limits.id_bytes)
         if not read_only:
-            _take_over(control, owner)
+            take_over(control, owner)
         roots = [seams.files(str(path))]
         if not read_only:
             with contextlib.suppress(OSError):
@@ -185,7 +185,7 @@ class Store:
         undo.callback(pool.close)
         cores = len(os.sched_getaffinity(0))
         # On a disk smaller than the capacity, too, reclaim needs a choice of segments.
-        segment_bytes = _segment_bytes(min(capacity_bytes, shutil.disk_usage(path).total))
+        segment_bytes = segment_bytes_of(min(capacity_bytes, shutil.disk_usage(path).total))
         space = SpaceBudget(capacity_bytes, kept_back_bytes(capacity_bytes, segment_bytes))
         presence, pins = PresenceIndex(), Pins(control, clock, owner)
         seen = control.get(STORE_NAMESPACE, CLOCK_KEY)
@@ -401,50 +401,6 @@ def rebuild(
                     "mend that and run it again, or open the store: it goes on trying, and serves what it has"
                 )
         return store.status()
-
-
-def _capacity(control: ControlStore, capacity: int | str | None, read_only: bool) -> int:
-    """The capacity asked for, else the one from last time; remembered."""
-    stored = control.get(STORE_NAMESPACE, b"capacity")
-    if capacity is None:
-        value = int(stored) if stored else parse_size(_CAPACITY_DEFAULT, "capacity")
-    else:
-        value = parse_size(capacity, "capacity")
-    if value < limits.capacity_bytes_min:
-        raise InvalidArgument(
-            f"capacity={capacity!r}: at least {limits.capacity_bytes_min} bytes are needed (an open and a sealed "
-            "segment, and room to copy forward)"
-        )
-    new = str(value).encode()
-    if new != stored and not read_only:
-        control.compare_and_set(STORE_NAMESPACE, b"capacity", stored, new)
-    return value
-
-
-def _index_lost(control: ControlStore, catalogs: Catalogs, drop: bool, read_only: bool) -> bool:
-    """Whether the block index has to be rebuilt. Remembered until that is done: a process that dies meanwhile leaves an
-    index that looks whole and is not."""
-    marked = control.get(STORE_NAMESPACE, INDEX_LOST_KEY)
-    lost = marked is not None or drop or (not catalogs.index_is_whole() and bool(control.segments()))
-    if lost and not read_only:
-        control.compare_and_set(STORE_NAMESPACE, INDEX_LOST_KEY, marked, b"rebuilding")
-        if drop:
-            catalogs.drop_index()
-    return lost
-
-
-def _segment_bytes(capacity: int) -> int:
-    """Segment size: small in a small store, so that reclaim has a choice."""
-    share = capacity // limits.segments_per_capacity_min // limits.page_bytes * limits.page_bytes
-    return min(max(share, limits.segment_bytes_min), limits.segment_bytes_max)
-
-
-def _take_over(control: ControlStore, owner: bytes) -> None:
-    """This process is the writer now: what the one before it held has ended."""
-    before = control.get(STORE_NAMESPACE, b"owner")
-    if before is not None:
-        control.end_owner(before)
-    control.compare_and_set(STORE_NAMESPACE, b"owner", before, owner)
 
 
 def _recency_ready(core: Core) -> None:

@@ -91,8 +91,9 @@ class Peer:
 
     @property
     def who(self) -> str:
-        """In the audit log."""
-        return f"{self.remote or f'unix pid {self.pid}'} {self.name}"
+        """In the audit log: the principal, where there is a policy; a name that a client gives itself proves nothing."""
+        known = "" if self.principal is None else f"{self.principal.name}, "
+        return f"{known}{self.remote or f'unix pid {self.pid}'} {self.name}"
 
     def number(self) -> int:
         with self.lock:

@@ -30,7 +30,7 @@ from perdure import store as stores
 from perdure.admission import Gate
 from perdure.errors import ConfigError, PerdureError
 from perdure.governance.policy import load
-from perdure.keys import KVLayout
+from perdure.keys import KVLayout, tenant_id, tenant_secret
 from perdure.observe import logs
 from perdure.observe.doctor import Subject, pool_bytes_advised, pool_bytes_max
 from perdure.observe.endpoint import Endpoint
@@ -71,7 +71,14 @@ def build_guard(store: stores.Store, settings: Settings) -> Guard | None:
     if settings.policy is None:
         return None
     roots = [store.path, *([settings.mirror] if settings.mirror else [])]
-    return Guard(store, load(settings.policy), roots=roots)
+    core = store.core
+    secret, keys = core.root_secret, core.segments.keys
+    return Guard(
+        store,
+        load(settings.policy),
+        roots=roots,
+        encrypts=lambda tenant: keys is not None and keys.encrypts(tenant_id(tenant_secret(secret, tenant))),
+    )
 
 
 def run(

@@ -1,0 +1,56 @@
+"""What a store remembers from one opening to the next: its capacity, its writer, whether its block index is whole."""
+
+from __future__ import annotations
+
+from perdure import limits
+from perdure.catalog.api import ControlStore
+from perdure.catalogs import Catalogs
+from perdure.core import INDEX_LOST_KEY, STORE_NAMESPACE
+from perdure.errors import InvalidArgument
+from perdure.options import parse_size
+
+_CAPACITY_DEFAULT = "20GiB"
+
+
+def capacity_bytes_of(control: ControlStore, capacity: int | str | None, read_only: bool) -> int:
+    """The capacity asked for, else the one from last time; remembered."""
+    stored = control.get(STORE_NAMESPACE, b"capacity")
+    if capacity is None:
+        value = int(stored) if stored else parse_size(_CAPACITY_DEFAULT, "capacity")
+    else:
+        value = parse_size(capacity, "capacity")
+    if value < limits.capacity_bytes_min:
+        raise InvalidArgument(
+            f"capacity={capacity!r}: at least {limits.capacity_bytes_min} bytes are needed (an open and a sealed "
+            "segment, and room to copy forward)"
+        )
+    new = str(value).encode()
+    if new != stored and not read_only:
+        control.compare_and_set(STORE_NAMESPACE, b"capacity", stored, new)
+    return value
+
+
+def index_lost_of(control: ControlStore, catalogs: Catalogs, drop: bool, read_only: bool) -> bool:
+    """Whether the block index has to be rebuilt. Remembered until that is done: a process that dies meanwhile leaves an
+    index that looks whole and is not."""
+    marked = control.get(STORE_NAMESPACE, INDEX_LOST_KEY)
+    lost = marked is not None or drop or (not catalogs.index_is_whole() and bool(control.segments()))
+    if lost and not read_only:
+        control.compare_and_set(STORE_NAMESPACE, INDEX_LOST_KEY, marked, b"rebuilding")
+        if drop:
+            catalogs.drop_index()
+    return lost
+
+
+def segment_bytes_of(capacity: int) -> int:
+    """Segment size: small in a small store, so that reclaim has a choice."""
+    share = capacity // limits.segments_per_capacity_min // limits.page_bytes * limits.page_bytes
+    return min(max(share, limits.segment_bytes_min), limits.segment_bytes_max)
+
+
+def take_over(control: ControlStore, owner: bytes) -> None:
+    """This process is the writer now: what the one before it held has ended."""
+    before = control.get(STORE_NAMESPACE, b"owner")
+    if before is not None:
+        control.end_owner(before)
+    control.compare_and_set(STORE_NAMESPACE, b"owner", before, owner)
