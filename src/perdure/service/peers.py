@@ -91,7 +91,7 @@ class Peer:
 
     @property
     def who(self) -> str:
-        """In the audit log: the principal, where there is a policy; a name that a client gives itself proves nothing."""
+        """In the audit log: the principal, if there is a policy; what a client calls itself proves nothing."""
         known = "" if self.principal is None else f"{self.principal.name}, "
         return f"{known}{self.remote or f'unix pid {self.pid}'} {self.name}"
 
