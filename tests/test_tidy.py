@@ -52,6 +52,7 @@ LAYERS = [
         "prefetch",
         "admission",
         "catalogs",
+        "sharing",
         "advice",
         "core",
         "directory",

@@ -4,8 +4,8 @@
         space = store.keyspace(model=..., weights=..., layout=..., tenant=...)
 
 Contract
-- One writer per directory (flock); read-only opens beside it. Opening scans nothing: what needs a scan is done in the
-  background by `keeper`, while serving.
+- One writer per directory (flock), or with `catalog` many, each with a state directory; read-only opens beside them.
+  Opening scans nothing: what needs a scan is done in the background by `keeper`, while serving.
 - Thread-safe. After fork() the child's copy is unusable and says so; the parent's goes on.
 - `close` commits, seals and syncs; a process that dies without it loses nothing that was acknowledged.
 """
@@ -15,7 +15,6 @@ from __future__ import annotations
 import atexit
 import contextlib
 import os
-import secrets
 import shutil
 import struct
 import weakref
@@ -61,7 +60,7 @@ _CAPACITY_DEFAULT = "20GiB"
 _CALL_THREADS = 4
 _INDEX_BYTES_PER_PAGE = 0.1  # address space for the index: capacity in pages times this, generously
 _FILL_WAIT_S = 30.0
-_OPTIONS = ("capacity", "memory", "read_only", "mirror", "admission", "codec", "catalog", "seams")
+_OPTIONS = ("capacity", "memory", "read_only", "mirror", "admission", "codec", "catalog", "state", "seams")
 
 
 @dataclass(slots=True)
@@ -90,6 +89,7 @@ class Store:
         admission: Admission,
         codec: str,
         catalog: str | None,
+        state: str | os.PathLike[str] | None,
         seams: Seams,
         drop_index: bool = False,
     ):
@@ -98,12 +98,19 @@ class Store:
         self._closed: str | None = None
         self._spaces: dict[bytes, Keyspace] = {}
         memory_bytes = parse_size(memory, "memory")
+        if state is not None and catalog is None:
+            raise InvalidArgument("state=...: only a store whose catalog is a cluster has a state directory of its own")
         identity = directory.prepare(self.path, create=not read_only, clock=seams.clock, catalog=kind_of(catalog))
         with contextlib.ExitStack() as undo:
             self._lock = None
             if not read_only:
                 try:
-                    self._lock = directory.WriterLock(self.path, seams.clock)
+                    place = self.path
+                    if catalog is not None:
+                        place = directory.state_directory(self.path if state is None else Path(state))
+                    self._lock = directory.WriterLock(place, seams.clock)
+                except StorePathError:
+                    raise
                 except OSError as error:
                     raise StorePathError(
                         f"{self.path}: cannot be written ({error}); check owner, mode, mount"
@@ -142,8 +149,11 @@ class Store:
         map_bytes = int(capacity_bytes * _INDEX_BYTES_PER_PAGE) + 64 * limits.MIB
         index = seams.index(self._catalogs.index(map_bytes))
         undo.callback(index.close)
-        owner = secrets.token_bytes(limits.id_bytes)
-        if not read_only:
+        shared = self._catalogs.shared
+        table = SegmentTable(control, shared=shared)
+        sharing = self._catalogs.sharing(control, clock, table)
+        owner = sharing.owner
+        if not read_only and not shared:
             _take_over(control, owner)
         roots = [seams.files(str(path))]
         if not read_only:
@@ -153,7 +163,7 @@ class Store:
             if not read_only:
                 Path(mirror).mkdir(mode=0o700, parents=True, exist_ok=True)
             roots.append(seams.files(str(mirror)))
-        segments, table = SegmentStore(roots, secret), SegmentTable(control)
+        segments = SegmentStore(roots, secret)
         undo.callback(segments.close)
         engine, scratch, pool = seams.engine(), Scratch(), seams.pool(memory_bytes)
         undo.callback(engine.close)
@@ -162,7 +172,7 @@ class Store:
         # On a disk smaller than the capacity, too, reclaim needs a choice of segments.
         segment_bytes = _segment_bytes(min(capacity_bytes, shutil.disk_usage(path).total))
         space = SpaceBudget(capacity_bytes, kept_back_bytes(capacity_bytes, segment_bytes))
-        presence, pins = PresenceIndex(), Pins(control, clock, owner)
+        presence, pins = PresenceIndex(), Pins(control, clock, owner, shared=shared)
         seen = control.get(STORE_NAMESPACE, CLOCK_KEY)
         steady = SteadyWall(clock, struct.unpack("<d", seen)[0] if seen else None)
         reader = SegmentReader(segments, engine, scratch, pool, decode_threads=cores)
@@ -172,13 +182,14 @@ class Store:
         reclaimer = Reclaimer(
             segments, table, space, index, presence, pool, reader, writer, scratch, recovery.entries, pins.alive,
             lambda: 0 if steady.paused else int(steady.now()), lambda: _recency_ready(core),
+            lambda: sharing.sole(b"room", limits.cluster_turn_s), sharing.used_elsewhere,
         )  # fmt: skip
         core = Core(
             path=path, identity=identity, read_only=read_only, owner=owner, root_secret=secret, clock=clock,
             steady=steady, files=roots[0], engine=engine, scratch=scratch, index=index, control=control, table=table,
             segments=segments, space=space, presence=presence, pool=pool, reader=reader, writer=writer,
             reclaimer=reclaimer, recovery=recovery, health=Health(clock),
-            pins=pins, incidents=Incidents(control, steady.now), rates=Rates(),
+            sharing=sharing, pins=pins, incidents=Incidents(control, steady.now), rates=Rates(),
             workers=ThreadPoolExecutor(cores, thread_name_prefix="perdure-codec"),
             calls=ThreadPoolExecutor(_CALL_THREADS, thread_name_prefix="perdure-call"), index_lost=index_lost,
         )  # fmt: skip
@@ -186,6 +197,8 @@ class Store:
             space.settle(record.segment, core.space_of(record))
         if not read_only:
             core.reserve_catalog_space()
+        sharing.join(core)
+        undo.callback(sharing.leave)
         return core
 
     # --- use
@@ -279,6 +292,7 @@ class Store:
             steps.callback(core.workers.shutdown)
             if not core.read_only:
                 steps.callback(self._keeper.attempt, self._keeper.save_recency)  # advisory: no reason to fail
+                steps.callback(core.sharing.leave)
                 steps.callback(core.writer.close)
                 steps.callback(flush_pending, core, last=True)
                 steps.callback(self._keeper.stop)
@@ -317,6 +331,8 @@ def open(path: str | os.PathLike[str], **options: Any) -> Store:  # noqa: A001 (
     admission: which blocks are worth storing: "always", "never", "value" (by expected value, learned; `ValueAdmission`
     with other prices), or a function (`AdmissionRequest` -> mask). codec: default of keyspaces ("auto", "on", "off").
     catalog: "valkey://h1,h2,h3" for a Valkey Cluster in place of LMDB in the directory; see `perdure.catalogs`.
+    state: with `catalog`: local directory for what only this process may use (a lock); DIR if not given. Processes that
+    share DIR, on one host or many, need one each.
     seams: clock, files, engine and catalog wrappers, for tests and benchmarks.
 
     Raises StorePathError, FormatError, StoreLocked, CatalogError, InvalidArgument, UnknownOption.
@@ -325,7 +341,7 @@ def open(path: str | os.PathLike[str], **options: Any) -> Store:  # noqa: A001 (
     check(options.get("admission"))
     chosen: Mapping[str, Any] = {
         "capacity": None, "memory": "256MiB", "read_only": False, "mirror": None, "admission": "always",
-        "codec": "auto", "catalog": None,
+        "codec": "auto", "catalog": None, "state": None,
     } | options  # fmt: skip
     return Store(path, **{"seams": Seams(), **chosen})
 
@@ -335,11 +351,13 @@ def rebuild(
     progress: Callable[[int, int], None] | None = None,
     *,
     catalog: str | None = None,
+    state: str | os.PathLike[str] | None = None,
 ) -> dict[str, Any]:
-    """Recreate the block index from the segments. The store must not be open. Returns its status afterwards."""
+    """Recreate the block index from the segments. The store must not be open (in a cluster others may have it
+    open: give `state`). Returns its status afterwards."""
     store = Store(
         path, capacity=None, memory=0, read_only=False, mirror=None, admission="always", codec="auto", catalog=catalog,
-        seams=Seams(), drop_index=True,
+        state=state, seams=Seams(), drop_index=True,
     )  # fmt: skip
     with store:
         while not store.wait_ready(0.1):
@@ -401,6 +419,7 @@ def _recency_ready(core: Core) -> None:
     """Before choosing what to evict: let the fill end (1 s per million blocks), apply uses that were only noted."""
     core.filled.wait(_FILL_WAIT_S)
     core.touches.apply()
+    core.sharing.refresh()
 
 
 _open_stores: weakref.WeakSet[Store] = weakref.WeakSet()

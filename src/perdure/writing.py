@@ -35,7 +35,7 @@ from perdure.catalog.api import (
 )
 from perdure.catalog.codec import satisfies
 from perdure.core import Core
-from perdure.errors import CatalogError, StaleFence
+from perdure.errors import CatalogError, CatalogUnavailable, StaleFence
 from perdure.keys import key_list
 from perdure.publishing import Publication, commit, flush_pending, show
 from perdure.reports import WriteReport, WriteStatus
@@ -115,7 +115,12 @@ def _new_blocks(core: Core, keys: KeyArray, terms: Terms, report: WriteReport) -
     if complete and core.presence.complete and not maybe.any():
         enough = np.zeros(len(keys), bool)
     else:
-        present, records = core.locate(keys)
+        try:
+            present, records = core.locate(keys)
+        except CatalogUnavailable as error:
+            core.counters.add(catalog_errors=1)
+            _refuse(report, np.arange(len(keys)), WriteStatus.FAILED, str(error))
+            return np.zeros(0, np.intp), terms
         wanted = np.zeros(len(keys), RECORD)
         wanted["durability"], wanted["retention"] = terms.durability, terms.retention
         wanted["expires_s"] = terms.expires_s
@@ -304,7 +309,7 @@ def _publish(
 ) -> bool:
     """Make records visible; True if finishing their segments is left to the deferred commit."""
     records, names = appended.records[done], np.ascontiguousarray(keys[todo[done]])
-    deferred = terms.durability == Durability.EPHEMERAL
+    deferred = terms.durability == Durability.EPHEMERAL and not core.sharing.shared
     lease = None if deferred else terms.lease  # else checked here: what is acknowledged stays when the lease ends
     publication = Publication(space.digest, names, records, appended.segments, lease)
     if core.unreadable:

@@ -42,6 +42,7 @@ from perdure.catalog.valkey_names import (
     RENEW,
     SEGMENTS,
     SET_DOCUMENT,
+    SWAP_SEGMENT,
     Names,
 )
 from perdure.errors import CatalogUnavailable, InvalidArgument, ReadOnlyStore, StoreClosed
@@ -133,6 +134,13 @@ class ValkeyControl:
         value = codec.pack_segment(codec.check_segment(record))
         group, key = self._segment(record.segment)
         self._ask(group, ("HSET", key, record.segment, value), "recording a segment", changing=True)
+
+    def swap_segment(self, old: SegmentRecord | None, new: SegmentRecord) -> bool:
+        """As `ControlStore.swap_segment`; True also where the present record equals `new` already."""
+        expected = b"" if old is None else codec.pack_segment(old)
+        group, key = self._segment(new.segment)
+        command = SWAP_SEGMENT.call([key], new.segment, expected, codec.pack_segment(codec.check_segment(new)))
+        return bool(self._ask(group, command, "changing a segment record", changing=True))
 
     def get_segment(self, segment: bytes) -> SegmentRecord | None:
         codec.check_name("segment", segment)
