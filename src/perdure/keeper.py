@@ -134,6 +134,7 @@ class Keeper:
     def recover(self) -> None:
         """Index the open segments of writers that died, and remove what they left half-made or half-deleted."""
         core = self._core
+        core.sharing.refresh()
         if not core.sharing.shared:  # others may be writing theirs right now
             core.recovery.remove_temporaries(core.owner)
         for segment in core.sharing.orphans():

@@ -177,6 +177,7 @@ class Among:
 
     def join(self, core: Core) -> None:
         self._core = core
+        core.space.look = self.refresh
         self._register()
         self._thread.start()
 

@@ -152,9 +152,8 @@ class Store:
         shared = self._catalogs.shared
         table = SegmentTable(control, shared=shared)
         sharing = self._catalogs.sharing(control, clock, table)
-        owner = sharing.owner
         if not read_only and not shared:
-            _take_over(control, owner)
+            _take_over(control, sharing.owner)
         roots = [seams.files(str(path))]
         if not read_only:
             with contextlib.suppress(OSError):
@@ -172,12 +171,12 @@ class Store:
         # On a disk smaller than the capacity, too, reclaim needs a choice of segments.
         segment_bytes = _segment_bytes(min(capacity_bytes, shutil.disk_usage(path).total))
         space = SpaceBudget(capacity_bytes, kept_back_bytes(capacity_bytes, segment_bytes))
-        presence, pins = PresenceIndex(), Pins(control, clock, owner, shared=shared)
+        presence, pins = PresenceIndex(), Pins(control, clock, sharing.owner, shared=shared)
         seen = control.get(STORE_NAMESPACE, CLOCK_KEY)
         steady = SteadyWall(clock, struct.unpack("<d", seen)[0] if seen else None)
         reader = SegmentReader(segments, engine, scratch, pool, decode_threads=cores)
         undo.callback(reader.close)
-        writer = SegmentWriter(segments, table, engine, scratch, space, clock, owner, segment_bytes)
+        writer = SegmentWriter(segments, table, engine, scratch, space, clock, sharing.owner, segment_bytes)
         recovery = Recovery(segments, table, engine, scratch, reader)
         reclaimer = Reclaimer(
             segments, table, space, index, presence, pool, reader, writer, scratch, recovery.entries, pins.alive,
@@ -185,7 +184,7 @@ class Store:
             lambda: sharing.sole(b"room", limits.cluster_turn_s), sharing.used_elsewhere,
         )  # fmt: skip
         core = Core(
-            path=path, identity=identity, read_only=read_only, owner=owner, root_secret=secret, clock=clock,
+            path=path, identity=identity, read_only=read_only, owner=sharing.owner, root_secret=secret, clock=clock,
             steady=steady, files=roots[0], engine=engine, scratch=scratch, index=index, control=control, table=table,
             segments=segments, space=space, presence=presence, pool=pool, reader=reader, writer=writer,
             reclaimer=reclaimer, recovery=recovery, health=Health(clock),

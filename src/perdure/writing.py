@@ -124,7 +124,8 @@ def _new_blocks(core: Core, keys: KeyArray, terms: Terms, report: WriteReport) -
         wanted = np.zeros(len(keys), RECORD)
         wanted["durability"], wanted["retention"] = terms.durability, terms.retention
         wanted["expires_s"] = terms.expires_s
-        draining = np.fromiter(map(core.table.is_draining, records["segment"].tolist()), bool, len(records))
+        draining = np.zeros(len(keys), bool)
+        draining[present] = [core.table.is_draining(segment) for segment in records["segment"][present].tolist()]
         enough = present & ~draining & satisfies(records, wanted, core.expiry_now())
         if core.unreadable:
             enough &= ~core.unreadable.among(keys)

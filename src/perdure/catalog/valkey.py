@@ -5,10 +5,11 @@ Contract
   hash slot; a call is atomic per group, not over the whole batch, and so is the usage that is counted with it.
 - A call ends by its deadline. What could not be asked raises `CatalogUnavailable`: callers that only want a hint take
   it for a miss. A change that raises may have been made in some groups: read again; repeating it is harmless.
-- Publish is a look and one script per group that compares and swaps: two rounds, more only where others publish the
-  same blocks at that moment. `admit` runs between the two, in this process: a lease that is lost after it is not
-  noticed (the same block is published twice, the first stays). A record of an epoch of its tenant that is over is
-  refused by the script itself (`raise_epoch`).
+- Publish is one script per group that inserts what is absent: one round. Where something is present it is looked at,
+  compared and swapped: two more, and more only where others publish the same blocks at that moment. `admit` runs
+  before each script, in this process: a lease that is lost after it is not noticed (the same block is published twice,
+  the first stays). A record of an epoch of its tenant that is over, or in a segment that was taken over, is refused by
+  the script itself (`raise_epoch`, `close_segment`).
 - Tolerates failovers that lose acknowledged publishes: those are misses. Never a wrong block: readers verify records.
 - Not fsynced before it answers (`sync` does nothing): the index can be rebuilt from the segments.
 """
@@ -191,20 +192,24 @@ class ValkeyIndex:
         values = codec.record_list(records, len(wanted))
         deadline = time.monotonic() + self._write_s
         out = np.full(len(wanted), _EXISTS, np.uint8)
-        left = np.arange(len(wanted))
+        firsts = {key: at for at, key in reversed(list(enumerate(wanted)))}
+        left = np.array(sorted(firsts.values()), np.intp)  # of equal keys the first decides
+        expected, results = [_ABSENT] * len(left), np.full(len(left), PublishResult.INSERTED, np.uint8)
         for _ in range(limits.cluster_rounds_attempts_max):
-            some = [wanted[at] for at in left.tolist()]
-            present = self._values(keys[left], some, deadline)
-            results, _replaced = codec.decide(some, present, records[left], now_s, is_draining)
             if admit is not None:
                 admit()
-            writing = np.flatnonzero(results != _EXISTS)
-            expected = [present[at] or _ABSENT for at in writing.tolist()]
-            chosen = left[writing]
-            done = self._change(keys[chosen], expected, [values[at] for at in chosen.tolist()], deadline, tell=True)
-            out[chosen[done > 0]] = results[writing][done > 0]
-            left = chosen[done == 0]
-            if len(left) == 0:
+            new = [values[at] for at in left.tolist()]
+            done = self._change(keys[left], expected, new, deadline, tell=True, exact=True) > 0
+            out[left[done]] = results[done]
+            left = left[~done]
+            if len(left):
+                some = [wanted[at] for at in left.tolist()]
+                present = self._values(keys[left], some, deadline)
+                results, _replaced = codec.decide(some, present, records[left], now_s, is_draining)
+                writing = np.flatnonzero(results != _EXISTS)
+                expected = [present[at] or _ABSENT for at in writing.tolist()]
+                left, results = left[writing], results[writing]
+            if not len(left):
                 return out
         raise CatalogUnavailable("catalog: publishing: others kept changing the same blocks; read it again")
 
