@@ -178,7 +178,7 @@ def test_room_is_made_by_one_at_a_time_and_seen_by_all(hosts: Hosts) -> None:
     write(spaces[0], first)
     assert spaces[0].pin(first[:2], ttl_s=600)
     assert all(space.lookup(first) == 16 for space in spaces)
-    for number in range(1, 25):
+    for number in range(1, 40):
         space = spaces[number % 3]
         assert write(space, chain(space, number, 16)) == [STORED] * 16
         files = sum(file.stat().st_size for file in (hosts.folder / "data" / "segments").glob("*/*.seg"))
@@ -191,7 +191,7 @@ def test_room_is_made_by_one_at_a_time_and_seen_by_all(hosts: Hosts) -> None:
     assert found == [2, 2, 2]  # the pin is another host's for two of them
     for space in spaces:
         assert read(space, first[:2]) == [FOUND] * 2
-        for number in range(1, 25):
+        for number in range(1, 40):
             assert set(read(space, chain(space, number, 16))) <= {FOUND, MISSING}
     assert stores[0].core.table.all() == stores[1].core.table.all() == stores[0].core.control.segments()
 
@@ -297,7 +297,7 @@ def test_rounds_of_a_call(hosts: Hosts, monkeypatch: pytest.MonkeyPatch) -> None
     more = chain(here, 2, 1000)
     assert cost(lambda: there.lookup(more[:16])) == 1
     assert cost(lambda: there.lookup(first)) == 0  # known from the last time
-    assert cost(lambda: write(there, more[:16])) <= 3  # a new segment: its record too
+    assert cost(lambda: write(there, more[:16])) <= 4  # a new segment: what others have taken, and its record
     assert cost(lambda: write(there, more[16:32])) == 2
 
 

@@ -83,7 +83,8 @@ class Sharing(Protocol):
         ...
 
     def used_elsewhere(self, segments: Sequence[SegmentRecord]) -> NDArray[np.uint32]:
-        """Tick of the last use of each segment by others, as far as they told; 0: none. Raises CatalogError."""
+        """Tick of the last use of each segment by others, as far as they told, and of its making if that was by
+        another; 0: none. Raises CatalogError."""
         ...
 
 
@@ -161,6 +162,7 @@ class Among:
         self._close_segment, self._index_is_complete, self._each_beat = close_segment, index_is_complete, each_beat
         self._core: Core | None = None
         self._registered = b""
+        self._names: set[bytes] = set()  # of this process, so far
         self._tasks: dict[bytes, Lease] = {}
         self._told: dict[bytes, int] = {}  # segment -> minute of its last use that others know from here
         self._stop = threading.Event()
@@ -173,6 +175,7 @@ class Among:
         name = secrets.token_bytes(limits.id_bytes)
         lease = self._control.acquire(scope_of(name), name, self._clock.boottime(), self._lease_s)
         assert lease is not None  # nobody else has this name
+        self._names.add(name)
         return name, lease
 
     def join(self, core: Core) -> None:
@@ -219,16 +222,24 @@ class Among:
     def beat(self) -> None:
         """Renew what is held, see what others did."""
         now = self._clock.boottime()
-        renewed = self._control.renew(self._lease, now, self._lease_s)
-        if renewed is None:
-            self._start_again()
-        else:
-            self._lease = renewed
+        self._renew(now)
         for lease in list(self._tasks.values()):
             self._control.renew(lease, now, self._lease_s)
         self._register()
         self.refresh()
         self._each_beat()
+
+    def _renew(self, now: float) -> None:
+        try:
+            renewed = self._control.renew(self._lease, now, self._lease_s)
+        except CatalogUnavailable:
+            if now < self._lease.deadline_s:
+                raise
+            renewed = None  # where that name lies nothing can be acknowledged: take one that lies elsewhere
+        if renewed is None:
+            self._start_again()
+        else:
+            self._lease = renewed
 
     def _start_again(self) -> None:
         assert self._core is not None
@@ -271,7 +282,11 @@ class Among:
     def sole(self, task: bytes, wait_s: float = 0.0) -> Iterator[bool]:
         give_up = time.monotonic() + wait_s
         while True:
-            lease = self._control.acquire(b"task" + task, self.owner, self._clock.boottime(), self._lease_s)
+            try:
+                lease = self._control.acquire(b"task" + task, self.owner, self._clock.boottime(), self._lease_s)
+            except CatalogUnavailable:  # nobody can be given the turn: better two at once than nobody
+                yield True
+                return
             if lease is not None or time.monotonic() >= give_up:
                 break
             time.sleep(_POLL_S)
@@ -335,7 +350,10 @@ class Among:
         names = [record.segment for record in segments]
         told = [known.get(one, 0) for one in prints_of(names).tolist()]
         theirs = [minute if minute > self._told.get(name, 0) else 0 for name, minute in zip(names, told, strict=True)]
-        return core.ticks(np.array(theirs, np.uint32))
+        since_s = [record.created_s - core.identity.created_s for record in segments]
+        made = np.maximum(np.array(since_s, np.int64), 0) / limits.recency_tick_s
+        made[[record.owner in self._names for record in segments]] = 0
+        return np.maximum(core.ticks(np.array(theirs, np.uint32)), made.astype(np.uint32))
 
 
 def _live(table: SegmentTable, present: NDArray[np.bool_], records: RecordArray) -> NDArray[np.bool_]:
