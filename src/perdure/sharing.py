@@ -306,12 +306,12 @@ class Among:
         other, gone = self._table.refresh()
         if core is None:
             return
-        mine = {one.segment for one in core.writer.open_segments()}
         for record in other:
             if record.state is SegmentState.DRAINING:
                 core.presence.remove_segment(self._table.ordinal(record.segment))
         for record in self._table.all():
-            if record.segment not in mine and (record.state is SegmentState.OPEN or record in other):
+            growing = record.state is SegmentState.OPEN and record.owner != self.owner
+            if growing or record in other:
                 core.space.settle(record.segment, core.space_of(record))
         for segment in gone:
             core.presence.remove_segment(self._table.ordinal(segment))

@@ -24,6 +24,7 @@ class SegmentTable:
     def __init__(self, control: ControlStore, *, shared: bool = False):
         self._control, self._shared = control, shared
         self._lock = threading.Lock()
+        self._refreshing = threading.Lock()  # an older answer must not be taken for the newer one
         self._records: dict[bytes, SegmentRecord] = {record.segment: record for record in control.segments()}
         self._names: list[bytes] = sorted(self._records)
         self._ordinals: dict[bytes, int] = {name: number for number, name in enumerate(self._names)}
@@ -71,6 +72,10 @@ class SegmentTable:
 
     def refresh(self) -> tuple[list[SegmentRecord], list[bytes]]:
         """Look at all of them again: records that were new or other, and segments that are gone."""
+        with self._refreshing:
+            return self._refresh()
+
+    def _refresh(self) -> tuple[list[SegmentRecord], list[bytes]]:
         with self._lock:
             began = self._changes
         found = {record.segment: record for record in self._control.segments()}
