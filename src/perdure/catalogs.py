@@ -16,8 +16,10 @@ Contract
 
 from __future__ import annotations
 
+import re
 import secrets
 import shutil
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,7 +27,7 @@ from typing import Any, Protocol
 from urllib.parse import parse_qsl, unquote
 
 from perdure import limits
-from perdure.catalog.api import BlockIndex, ControlStore
+from perdure.catalog.api import BlockIndex, ControlStore, Lease
 from perdure.catalog.lmdb import LmdbIndex
 from perdure.catalog.lmdb_control import LmdbControl
 from perdure.clock import Clock
@@ -71,6 +73,11 @@ class Catalogs(Protocol):
         ...
 
     def close(self) -> None: ...
+
+
+def masked(catalog: str) -> str:
+    """Without user and password, for people to see."""
+    return re.sub("://[^/]*@", "://", catalog)
 
 
 def kind_of(catalog: str | None) -> str:
@@ -186,6 +193,18 @@ class InCluster:
         channels = self._index.channels() | self._control.channels()
         self._watcher = self._watcher_type(self._cluster, channels, waiters.notify, waiters.wake_all)
 
+    def servers(self) -> list[dict[str, Any]]:
+        """See `valkey_servers.servers`."""
+        from perdure.catalog.valkey_servers import servers
+
+        return servers(self._cluster, time.monotonic() + limits.cluster_write_s_default)
+
+    def server_time_s(self) -> float:
+        return self._control.clock_s()
+
+    def lease_of(self, scope: bytes) -> Lease | None:
+        return self._control.lease_of(scope)
+
     def close(self) -> None:
         if self._watcher is not None:
             self._watcher.close()
@@ -240,7 +259,7 @@ def parse(catalog: str) -> Address:
     """The parts of a URL. Raises InvalidArgument, UnknownOption."""
     if not isinstance(catalog, str) or not catalog.startswith(_SCHEME):
         hint = "; TLS to the cluster is not built yet" if str(catalog).startswith(("valkeys://", "rediss://")) else ""
-        raise InvalidArgument(f"catalog={catalog!r}: '{_SCHEME}HOST[:PORT],...' is possible{hint}")
+        raise InvalidArgument(f"catalog={masked(str(catalog))!r}: '{_SCHEME}HOST[:PORT],...' is possible{hint}")
     rest, _, query = catalog.removeprefix(_SCHEME).partition("?")
     login, _, hosts = rest.rstrip("/").rpartition("@")
     user, _, password = login.partition(":")

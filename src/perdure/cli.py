@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from perdure import cli_engine, cli_service, cli_sessions
+from perdure import cli_cluster, cli_engine, cli_service, cli_sessions
 
 if TYPE_CHECKING:
     from perdure.benchmarks.harness import Report
@@ -276,7 +276,13 @@ def demo_vllm(directory: Path, setup_s: float | None, as_json: bool) -> None:
     sys.exit(demonstration.run_vllm(directory, json=as_json, setup_s=setup_s))
 
 
-for _command in (*cli_service.COMMANDS, cli_sessions.sessions, cli_engine.engine, cli_engine.engine_check):
+for _command in (
+    *cli_service.COMMANDS,
+    cli_sessions.sessions,
+    cli_cluster.cluster,
+    cli_engine.engine,
+    cli_engine.engine_check,
+):
     main.add_command(_command)
 
 

@@ -71,10 +71,12 @@ def serve(config: Path | None, **flags: Any) -> None:
 @_JSON
 def show_config(config: Path | None, as_json: bool, **flags: Any) -> None:
     """Print the settings that `serve` would run with, and where each one comes from."""
+    from perdure.catalogs import masked
     from perdure.service import settings
 
     loaded = settings.load(flags, config, os.environ)
     values = loaded.settings.model_dump(mode="json")
+    values["catalog"] = masked(values["catalog"])
     if as_json:
         click.echo(json.dumps({key: {"value": values[key], "origin": loaded.origins[key]} for key in values}, indent=2))
         return

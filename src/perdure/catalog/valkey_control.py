@@ -190,6 +190,12 @@ class ValkeyControl:
         raw = self._ask(group, ("HGET", key, lease.scope), "checking a lease")
         return raw is not None and codec.unpack_lease(lease.scope, raw).token == lease.token
 
+    def lease_of(self, scope: bytes) -> Lease | None:
+        """The lease as it stands, whether it has ended or not: for people who look."""
+        group, key = self._lease(scope)
+        raw = self._ask(group, ("HGET", key, scope), "reading a lease")
+        return None if raw is None else codec.unpack_lease(scope, raw)
+
     def _lease(self, scope: bytes) -> tuple[int, bytes]:
         group = self._names.group_of(scope)
         return group, self._names.key(group, LEASES)

@@ -30,7 +30,7 @@ from pydantic_settings import (
 )
 
 from perdure import limits
-from perdure.catalogs import kind_of
+from perdure.catalogs import kind_of, masked
 from perdure.errors import ConfigError, InvalidArgument
 from perdure.options import parse_size
 from perdure.service.sockets import is_loopback, parse_address
@@ -260,7 +260,8 @@ def _describe(error: Any, origins: dict[str, str]) -> str:
     key = str(error["loc"][0])
     problem = error["msg"].removeprefix("Value error, ")
     hint = (Settings.model_fields[key].description or "").rpartition("; ")[2]
-    return f"{key}={error['input']!r} (from {origins[key]}): {problem}; {hint}"
+    value = masked(str(error["input"])) if key == "catalog" else error["input"]
+    return f"{key}={value!r} (from {origins[key]}): {problem}; {hint}"
 
 
 def _check_reach(settings: Settings, origins: dict[str, str]) -> None:
