@@ -709,6 +709,7 @@ def test_every_change_of_an_index_can_fail(op: str) -> None:
 CONTROL_CHANGES: dict[str, Callable[[ControlStore], object]] = {
     "compare_and_set": lambda control: control.compare_and_set("n", b"k", None, b"v"),
     "put_segment": lambda control: control.put_segment(make_segment(1)),
+    "swap_segment": lambda control: control.swap_segment(None, make_segment(2)),
     "delete_segment": lambda control: control.delete_segment(make_segment(1).segment),
     "acquire": lambda control: control.acquire(b"scope", b"h", 0.0, 1.0),
     "renew": lambda control: control.renew(acquire(MemoryControl(), b"scope", b"h"), 0.0, 1.0),

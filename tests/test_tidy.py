@@ -52,6 +52,8 @@ LAYERS = [
         "prefetch",
         "admission",
         "catalogs",
+        "cluster",
+        "sharing",
         "advice",
         "core",
         "directory",
@@ -75,6 +77,7 @@ LAYERS = [
     {
         "cli",
         "cli_audit",
+        "cli_cluster",
         "cli_engine",
         "cli_isolation",
         "cli_keys",

@@ -75,6 +75,8 @@ def _store(directory: Path) -> bytes:
 
 @pytest.mark.usefixtures("running")
 class TestValkeyIndex(BlockIndexConformance):
+    looks_first = False
+
     def make(self, directory: Path) -> BlockIndex:
         return Opened().index(directory)
 

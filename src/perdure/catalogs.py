@@ -1,10 +1,11 @@
 """Which catalog a store has: LMDB in its directory, or a Valkey Cluster that is named when it is opened.
 
     perdure.open("DIR", catalog="valkey://h1,h2:7000,h3")
-    catalog="valkey://user:password@h1,h2?read_s=0.05&write_s=0.5&replicas=2"
+    catalog="valkey://user:password@h1,h2?read_s=0.05&write_s=0.5&replicas=2&lease_s=10"
 
 `read_s`: by then what could not be looked up is a miss; `write_s`: by then a change is acknowledged or refused;
-`replicas`: how many must have a change of the control store before it is acknowledged.
+`replicas`: how many must have a change of the control store before it is acknowledged; `lease_s`: who was silent for
+longer has lost its open segments to the others.
 
 Contract
 - The kind is written down when the store is made; opening it with another kind is refused, for it would look empty.
@@ -15,21 +16,27 @@ Contract
 
 from __future__ import annotations
 
+import re
+import secrets
 import shutil
+import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 from urllib.parse import parse_qsl, unquote
 
 from perdure import limits
-from perdure.catalog.api import BlockIndex, ControlStore
+from perdure.catalog.api import BlockIndex, ControlStore, Lease
 from perdure.catalog.lmdb import LmdbIndex
 from perdure.catalog.lmdb_control import LmdbControl
 from perdure.clock import Clock
-from perdure.core import STORE_NAMESPACE
+from perdure.core import INDEX_LOST_KEY, STORE_NAMESPACE
 from perdure.directory import Identity
 from perdure.errors import CatalogError, FormatError, InvalidArgument
 from perdure.options import refuse_unknown
+from perdure.segments.table import SegmentTable
+from perdure.sharing import Alone, Among, Onlooker, Sharing
 from perdure.waiting import Waiters
 
 _SCHEME = "valkey://"
@@ -39,6 +46,9 @@ _STORE_BYTES = 12  # of the store's id, as the name of its keys in a cluster
 
 class Catalogs(Protocol):
     """The catalogs of one store. The two stores are closed by who got them."""
+
+    shared: bool
+    """Whether other processes may write to the store too."""
 
     def control(self) -> ControlStore: ...
 
@@ -54,11 +64,20 @@ class Catalogs(Protocol):
         """The store's clock, by which whoever shares this catalog measures leases."""
         ...
 
+    def sharing(self, control: ControlStore, clock: Clock, table: SegmentTable) -> Sharing:
+        """Whose segments are whose."""
+        ...
+
     def watch(self, waiters: Waiters) -> None:
         """Wake waiters for what other processes publish and release, until `close`."""
         ...
 
     def close(self) -> None: ...
+
+
+def masked(catalog: str) -> str:
+    """Without user and password, for people to see."""
+    return re.sub("://[^/]*@", "://", catalog)
 
 
 def kind_of(catalog: str | None) -> str:
@@ -81,6 +100,8 @@ def open_catalogs(catalog: str | None, path: Path, identity: Identity, *, read_o
 
 
 class Embedded:
+    shared = False
+
     def __init__(self, path: Path, read_only: bool):
         self._path, self._read_only = path, read_only
 
@@ -99,6 +120,9 @@ class Embedded:
     def clock(self, clock: Clock) -> Clock:
         return clock
 
+    def sharing(self, control: ControlStore, clock: Clock, table: SegmentTable) -> Sharing:
+        return Alone(secrets.token_bytes(limits.id_bytes), table)
+
     def watch(self, waiters: Waiters) -> None:
         """Nobody else writes."""
 
@@ -107,6 +131,8 @@ class Embedded:
 
 
 class InCluster:
+    shared = True
+
     def __init__(self, catalog: str, path: Path, identity: Identity, read_only: bool):
         try:
             from perdure.catalog.valkey import ValkeyIndex
@@ -121,7 +147,7 @@ class InCluster:
             return Cluster(at.seeds, user=at.user, password=at.password)
 
         store = identity.store[:_STORE_BYTES].encode()
-        self._path, self._read_only = path, read_only
+        self._path, self._read_only, self._lease_s = path, read_only, at.lease_s
         self._cluster = cluster()
         self._index = ValkeyIndex(cluster(), store, read_s=at.read_s, write_s=at.write_s, read_only=read_only)
         self._control = ValkeyControl(cluster(), store, replicas=at.replicas, wait_s=at.write_s, read_only=read_only)
@@ -150,11 +176,34 @@ class InCluster:
         self._index.clear()
 
     def clock(self, clock: Clock) -> Clock:
-        return SharedClock(clock, self._control.clock_s() - clock.boottime())
+        self._clock = SharedClock(clock, self._control.clock_s)
+        return self._clock
+
+    def sharing(self, control: ControlStore, clock: Clock, table: SegmentTable) -> Sharing:
+        def index_is_complete() -> bool:
+            return control.get(STORE_NAMESPACE, INDEX_LOST_KEY) is None and self._index.is_whole()
+
+        if self._read_only:
+            return Onlooker(table)
+        return Among(
+            control, clock, table, self._lease_s, self._index.close_segment, index_is_complete, self._clock.keep_time
+        )
 
     def watch(self, waiters: Waiters) -> None:
         channels = self._index.channels() | self._control.channels()
         self._watcher = self._watcher_type(self._cluster, channels, waiters.notify, waiters.wake_all)
+
+    def servers(self) -> list[dict[str, Any]]:
+        """See `valkey_servers.servers`."""
+        from perdure.catalog.valkey_servers import servers
+
+        return servers(self._cluster, time.monotonic() + limits.cluster_write_s_default)
+
+    def server_time_s(self) -> float:
+        return self._control.clock_s()
+
+    def lease_of(self, scope: bytes) -> Lease | None:
+        return self._control.lease_of(scope)
 
     def close(self) -> None:
         if self._watcher is not None:
@@ -164,11 +213,21 @@ class InCluster:
 
 
 class SharedClock:
-    """A host's clocks, with leases and pins on the time of the cluster: as read once, then carried on by
-    CLOCK_BOOTTIME. Hosts differ by what their nodes' clocks differ, and by a round trip."""
+    """A host's clocks, with leases and pins on the time of the cluster, carried on by CLOCK_BOOTTIME between two
+    readings. Hosts differ by what their nodes' clocks differ, and by a round trip."""
 
-    def __init__(self, clock: Clock, offset_s: float):
-        self._clock, self._offset_s = clock, offset_s
+    def __init__(self, clock: Clock, read_s: Callable[[], float]):
+        self._clock, self._read_s = clock, read_s
+        self._read()
+
+    def _read(self) -> None:
+        self._offset_s = self._read_s() - self._clock.boottime()
+        self._read_at_s = self._clock.monotonic()
+
+    def keep_time(self) -> None:
+        """Read the cluster's clock again, if that was long ago. Raises CatalogUnavailable."""
+        if self._clock.monotonic() - self._read_at_s > limits.cluster_clock_s:
+            self._read()
 
     def monotonic(self) -> float:
         return self._clock.monotonic()
@@ -193,13 +252,14 @@ class Address:
     read_s: float = limits.cluster_read_s_default
     write_s: float = limits.cluster_write_s_default
     replicas: int = 1
+    lease_s: float = limits.cluster_lease_s_default
 
 
 def parse(catalog: str) -> Address:
     """The parts of a URL. Raises InvalidArgument, UnknownOption."""
     if not isinstance(catalog, str) or not catalog.startswith(_SCHEME):
         hint = "; TLS to the cluster is not built yet" if str(catalog).startswith(("valkeys://", "rediss://")) else ""
-        raise InvalidArgument(f"catalog={catalog!r}: '{_SCHEME}HOST[:PORT],...' is possible{hint}")
+        raise InvalidArgument(f"catalog={masked(str(catalog))!r}: '{_SCHEME}HOST[:PORT],...' is possible{hint}")
     rest, _, query = catalog.removeprefix(_SCHEME).partition("?")
     login, _, hosts = rest.rstrip("/").rpartition("@")
     user, _, password = login.partition(":")
@@ -210,15 +270,21 @@ def parse(catalog: str) -> Address:
 
 def _options(query: str) -> dict[str, Any]:
     given = dict(parse_qsl(query, keep_blank_values=True))
-    refuse_unknown(given, ("read_s", "write_s", "replicas"), "catalog")
+    least = {
+        "read_s": limits.cluster_judge_s_min, "write_s": limits.cluster_judge_s_min, "replicas": 0,
+        "lease_s": limits.cluster_lease_s_min,
+    }  # fmt: skip
+    refuse_unknown(given, tuple(least), "catalog")
     out: dict[str, Any] = {}
     for name, text in given.items():
         try:
             out[name] = int(text) if name == "replicas" else float(text)
         except ValueError:
             out[name] = -1
-        if not (0 if name == "replicas" else limits.cluster_judge_s_min) <= out[name] <= limits.cluster_call_s_max:
-            raise InvalidArgument(f"catalog: {name}={text!r}: seconds up to {limits.cluster_call_s_max}, or a number")
+        if not least[name] <= out[name] <= limits.cluster_call_s_max:
+            raise InvalidArgument(
+                f"catalog: {name}={text!r}: from {least[name]} to {limits.cluster_call_s_max:.0f} is possible"
+            )
     return out
 
 

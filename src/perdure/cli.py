@@ -15,7 +15,16 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from perdure import cli_audit, cli_engine, cli_isolation, cli_keys, cli_policy, cli_service, cli_sessions
+from perdure import (
+    cli_audit,
+    cli_cluster,
+    cli_engine,
+    cli_isolation,
+    cli_keys,
+    cli_policy,
+    cli_service,
+    cli_sessions,
+)
 
 if TYPE_CHECKING:
     from perdure.benchmarks.harness import Report
@@ -23,6 +32,9 @@ if TYPE_CHECKING:
 
 _DIRECTORY = click.Path(path_type=Path)
 _JSON = click.option("--json", "as_json", is_flag=True, help="Print JSON instead of a table.")
+_CATALOG = click.option(
+    "--catalog", envvar="PERDURE_CATALOG", metavar="URL", help="Cluster that holds the catalog of DIR."
+)
 Progress = Callable[[int, int], None]
 
 
@@ -55,10 +67,11 @@ def main() -> None:
 
 @main.command()
 @click.argument("directory", metavar="DIR", type=_DIRECTORY)
+@_CATALOG
 @_JSON
-def status(directory: Path, as_json: bool) -> None:
+def status(directory: Path, catalog: str | None, as_json: bool) -> None:
     """What is stored in DIR, what it takes, how it is. Works beside a running writer."""
-    with _open(directory) as store:
+    with _open(directory, catalog) as store:
         answer = store.status()
     if as_json:
         _print_json(answer)
@@ -71,10 +84,11 @@ def status(directory: Path, as_json: bool) -> None:
 
 @main.command()
 @click.argument("directory", metavar="DIR", type=_DIRECTORY)
+@_CATALOG
 @_JSON
-def verify(directory: Path, as_json: bool) -> None:
+def verify(directory: Path, catalog: str | None, as_json: bool) -> None:
     """Read and check every stored block. Exit status 1 if one does not verify."""
-    with _open(directory) as store, _progress("verifying", as_json, bytes_=True) as note:
+    with _open(directory, catalog) as store, _progress("verifying", as_json, bytes_=True) as note:
         report = store.verify(note)
     if as_json:
         _print_json(report)
@@ -93,13 +107,15 @@ def verify(directory: Path, as_json: bool) -> None:
 
 @main.command()
 @click.argument("directory", metavar="DIR", type=_DIRECTORY)
+@_CATALOG
+@click.option("--state-dir", type=_DIRECTORY, metavar="DIR", help="With --catalog: local directory for this command.")
 @_JSON
-def rebuild(directory: Path, as_json: bool) -> None:
-    """Recreate the block index of DIR from its segments. The store must not be open."""
+def rebuild(directory: Path, catalog: str | None, state_dir: Path | None, as_json: bool) -> None:
+    """Recreate the block index of DIR from its segments. The store must not be open; with --catalog it may be."""
     from perdure import store
 
     with _progress("rebuilding", as_json) as note:
-        answer = store.rebuild(directory, note)
+        answer = store.rebuild(directory, note, catalog=catalog, state=state_dir)
     if as_json:
         _print_json(answer)
     else:
@@ -109,8 +125,9 @@ def rebuild(directory: Path, as_json: bool) -> None:
 @main.command()
 @click.argument("directory", metavar="DIR", type=_DIRECTORY)
 @click.argument("key", metavar="KEY")
+@_CATALOG
 @_JSON
-def explain(directory: Path, key: str, as_json: bool) -> None:
+def explain(directory: Path, key: str, catalog: str | None, as_json: bool) -> None:
     """Why the block with KEY (64 hex digits) is a hit or a miss: where it is, whose, whether it verifies, its past.
 
     A service that runs for DIR is asked, which knows its memory too; else the store is looked at beside its writer."""
@@ -122,7 +139,7 @@ def explain(directory: Path, key: str, as_json: bool) -> None:
         raise InvalidArgument(f"KEY {key!r}: must be 64 hex digits, as `perdure verify` prints them") from None
     answer = cli_service.explained_by_service(directory, raw)
     if answer is None:
-        with _open(directory) as store:
+        with _open(directory, catalog) as store:
             answer = store.explain(raw) | {"answered_by": "store"}
     if as_json:
         _print_json(answer)
@@ -287,15 +304,16 @@ for _command in (
     cli_isolation.audit_isolation,
     cli_audit.audit,
     cli_keys.keys,
+    cli_cluster.cluster,
 ):
     main.add_command(_command)
 
 
 # --- output
-def _open(directory: Path) -> Store:
+def _open(directory: Path, catalog: str | None) -> Store:
     from perdure import store
 
-    return store.open(directory, read_only=True, memory=0)
+    return store.open(directory, read_only=True, memory=0, catalog=catalog)
 
 
 def _print_json(answer: Any) -> None:

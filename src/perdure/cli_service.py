@@ -20,9 +20,11 @@ _JSON = click.option("--json", "as_json", is_flag=True, help="Print JSON instead
 _PATH = click.Path(path_type=Path)
 _FLAGS = (  # option, metavar, help; the key is the option's name. Values are checked by the settings, not by click.
     ("--data", "DIR", "Directory of the store."),
+    ("--catalog", "URL", "Cluster that holds the catalog of a shared DIR, valkey://h1,h2,h3."),
+    ("--state-dir", "DIR", "With --catalog: local directory of this service alone."),
     ("--capacity", "SIZE", "What the segments may occupy, for example 200GiB."),
     ("--memory", "SIZE", "DRAM of the whole node, for example 8GiB."),
-    ("--socket", "PATH", "Unix socket of the engines; DIR/perdure.sock if not given."),
+    ("--socket", "PATH", "Unix socket of the engines; perdure.sock in the state directory or DIR if not given."),
     ("--listen", "HOST:PORT", "Serve other hosts too; beyond loopback only with TLS."),
     ("--tls-cert", "FILE", "Certificate chain of this node (PEM)."),
     ("--tls-key", "FILE", "Private key of the certificate (PEM)."),
@@ -73,10 +75,12 @@ def serve(config: Path | None, **flags: Any) -> None:
 @_JSON
 def show_config(config: Path | None, as_json: bool, **flags: Any) -> None:
     """Print the settings that `serve` would run with, and where each one comes from."""
+    from perdure.catalogs import masked
     from perdure.service import settings
 
     loaded = settings.load(flags, config, os.environ)
     values = loaded.settings.model_dump(mode="json")
+    values["catalog"] = masked(values["catalog"])
     if as_json:
         click.echo(json.dumps({key: {"value": values[key], "origin": loaded.origins[key]} for key in values}, indent=2))
         return

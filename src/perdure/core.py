@@ -29,6 +29,7 @@ from perdure.catalog.api import (
     RecordArray,
     SegmentRecord,
     SegmentState,
+    as_keys,
     fingerprints,
 )
 from perdure.catalog.codec import satisfies
@@ -51,6 +52,7 @@ from perdure.segments.space import SpaceBudget
 from perdure.segments.store import SegmentStore
 from perdure.segments.table import SegmentTable
 from perdure.segments.writer import SegmentWriter
+from perdure.sharing import Sharing
 from perdure.waiting import Leases, Waiters
 
 _INCIDENTS_MAX = 1024
@@ -119,12 +121,12 @@ class Incidents:
     def add(self, key: bytes, **details: Any) -> None:
         """Best effort: a full or failing control store must not turn a miss into an error."""
         with self._lock:
-            number, self._next = self._next, self._next + 1
-            entry = {"at_s": int(self._now_s()), "key": key.hex(), **details}
+            entry = json.dumps({"at_s": int(self._now_s()), "key": key.hex(), **details}, sort_keys=True).encode()
             try:
-                self._control.compare_and_set(
-                    _INCIDENT, number.to_bytes(8, "big"), None, json.dumps(entry, sort_keys=True).encode()
-                )
+                while True:  # another process may have taken the number
+                    number, self._next = self._next, self._next + 1
+                    if self._control.compare_and_set(_INCIDENT, number.to_bytes(8, "big"), None, entry):
+                        break
                 self._kept += 1
                 if self._kept > _INCIDENTS_MAX:
                     name, value = self._control.items(_INCIDENT)[0]
@@ -138,10 +140,11 @@ class Incidents:
 
 
 class Pins:
-    """Who keeps which blocks from being evicted, until when. The control store's records, mirrored for reclaim."""
+    """Who keeps which blocks from being evicted, until when. The control store's records, mirrored for reclaim; in a
+    store that others use too, theirs are asked for."""
 
-    def __init__(self, control: ControlStore, clock: Clock, owner: bytes):
-        self._control, self._clock, self._owner = control, clock, owner
+    def __init__(self, control: ControlStore, clock: Clock, owner: bytes, *, shared: bool = False):
+        self._control, self._clock, self._owner, self._shared = control, clock, owner, shared
         self._pins: dict[int, tuple[float, NDArray[np.uint64]]] = {}
         self._held: list[NDArray[np.uint64]] = []
         self._lock = threading.Lock()
@@ -171,10 +174,12 @@ class Pins:
                 self._held = [one for one in self._held if one is not prints]
 
     def alive(self) -> NDArray[np.uint64]:
-        """Fingerprints of all blocks pinned right now."""
+        """Fingerprints of all blocks pinned right now. Raises CatalogError if others' cannot be asked for."""
         now = self._clock.boottime()
+        others = [pin for pin in self._control.pins() if pin.deadline_s > now] if self._shared else []
         with self._lock:
             prints = [prints for deadline, prints in self._pins.values() if deadline > now] + self._held
+        prints += [fingerprints(as_keys(pin.keys)) for pin in others]
         return np.unique(np.concatenate(prints)) if prints else np.zeros(0, np.uint64)
 
     def expire(self) -> None:
@@ -248,6 +253,7 @@ class Core:
     pins: Pins
     incidents: Incidents
     rates: Rates
+    sharing: Sharing
     workers: ThreadPoolExecutor  # CPU work (codecs)
     calls: ThreadPoolExecutor  # submit_read, submit_write
     counters: Counters = field(default_factory=Counters)
@@ -306,6 +312,8 @@ class Core:
 
     def reserve_catalog_space(self) -> None:
         """Keep disk space for the catalogs that segments cannot take: making room on a full disk needs commits."""
+        if self.sharing.shared:  # they are not on this disk
+            return
         least, most = limits.catalog_reserve_bytes_min, limits.catalog_reserve_bytes_max
         for name, nbytes in (("control", least), ("index", min(max(self.space.capacity // 64, least), most))):
             reserve_beyond_end(self.path / name / "data.mdb", nbytes)
@@ -320,11 +328,29 @@ class Core:
         """Present mask and records, publishes that are still on their way to the catalog included."""
         pending = self.pending.among(keys)  # first: what is committed in between is found in the index
         present, records = self.index.lookup(keys)
+        if self.sharing.shared:
+            present = self.sharing.live(present, records)
+            self._remember(keys, present, records)
         for place, record in pending.items():
             at = slice(place, place + 1)
             if not (present[place] and satisfies(records[at], np.array([record], RECORD), self.expiry_now())[0]):
                 present[place], records[place] = True, record
         return present, records
+
+    def _remember(self, keys: KeyArray, present: NDArray[np.bool_], records: RecordArray) -> None:
+        """Let the presence index know what others have published or removed: asking for it again costs no message."""
+        prints, there = fingerprints(keys), records[present]
+        ordinals = np.fromiter(map(self.table.ordinal, there["segment"].tolist()), np.uint32, len(there))
+        self.presence.insert(
+            prints[present], segment=ordinals, recency=1, expires_s=np.ascontiguousarray(there["expires_s"])
+        )
+        if len(there) < len(keys):
+            self.presence.remove(prints[~present])
+
+    @property
+    def knows_expiry(self) -> bool:
+        """Whether what is in the presence index is all that may be shown from memory."""
+        return self.sharing.shared or self.presence.complete
 
     def alive(self, present: NDArray[np.bool_], records: RecordArray) -> NDArray[np.bool_]:
         """`present` without what has expired."""

@@ -1,7 +1,8 @@
 """The store's directory: what marks it as one, who may write it, and its root secret.
 
     DIR/perdure.json    format version, store id, creation time
-    DIR/lock            flock()ed by the one writer; names its host, pid and boot id
+    DIR/lock            flock()ed by the one writer; names its host, pid and boot id (in a store that many hosts share:
+                        in each one's own state directory)
     DIR/keystore/       root secret (0600); everything keyed is derived from it
     DIR/control/        control store (LMDB): the truth, fully synced
     DIR/index/          block index (LMDB): disposable, `perdure rebuild DIR` recreates it
@@ -24,6 +25,7 @@ from typing import Any
 from perdure import limits
 from perdure.clock import Clock
 from perdure.errors import FormatError, StoreLocked, StorePathError
+from perdure.io.mounts import NETWORK, mount_of
 
 MARK = "perdure.json"
 _SECRET = "keystore/root.key"
@@ -47,7 +49,7 @@ def prepare(path: Path, *, create: bool, clock: Clock, catalog: str = "lmdb") ->
         if not path.exists():
             if not create:
                 raise StorePathError(f"{path}: no such directory; a store is made by opening it for writing")
-            path.mkdir(mode=0o700, parents=True)
+            path.mkdir(mode=0o700, parents=True, exist_ok=True)  # another host may be at it
         if not path.is_dir():
             raise StorePathError(f"{path}: not a directory; a Perdure store is a directory")
         mark = path / MARK
@@ -71,6 +73,8 @@ def prepare(path: Path, *, create: bool, clock: Clock, catalog: str = "lmdb") ->
 def _refuse_foreign(path: Path, create: bool) -> None:
     known = {"keystore", "lock"}  # a creation that was cut off
     names = sorted(entry.name for entry in path.iterdir() if not entry.name.startswith(f"{MARK}."))
+    if MARK in names:  # another process has made it a store at this moment
+        return
     if not set(names) <= known:
         raise FormatError(f"{path}: not empty and not a Perdure store (no {MARK}, but {names[0]!r}); use an empty one")
     if not create:
@@ -137,6 +141,23 @@ def root_secret(path: Path) -> bytes:
     return secret
 
 
+def state_directory(path: Path, mounts: Path | None = None) -> Path:
+    """A directory for what only this host may use, made if it is missing. Raises StorePathError."""
+    try:
+        mount = mount_of(path) if mounts is None else mount_of(path, mounts)
+        if mount.kind in NETWORK:
+            raise StorePathError(
+                f"{path}: lies on a network file system ({mount.kind} at {mount.point}), where locks cannot be relied "
+                "on; use a directory on a disk of this host: state=... or --state-dir"
+            )
+        path.mkdir(mode=0o700, parents=True, exist_ok=True)
+    except StorePathError:
+        raise
+    except OSError as error:
+        raise StorePathError(f"{path}: {error}; the state directory must be writable") from error
+    return path
+
+
 class WriterLock:
     """flock on DIR/lock, held while the store is open for writing. Not inherited by children."""
 
@@ -150,7 +171,8 @@ class WriterLock:
             os.close(self._descriptor)
             raise StoreLocked(
                 f"{path} is open for writing by another process ({describe_holder(holder)}); "
-                "close that one, or use perdure.open(..., read_only=True)"
+                "close that one, or use perdure.open(..., read_only=True); processes that share a store in a cluster "
+                "need a state directory each"
             ) from None
         me = {"host": socket.gethostname(), "pid": os.getpid(), "boot_id": clock.boot_id().hex()}
         os.ftruncate(self._descriptor, 0)

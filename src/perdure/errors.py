@@ -60,6 +60,11 @@ class CatalogUnavailable(CatalogError):
     unknown whether it happened: read it again."""
 
 
+class OwnershipLost(CatalogError):
+    """This process was silent for longer than its lease and another one took its segments over; nothing was published.
+    It goes on with segments of its own: write again."""
+
+
 class ServiceUnavailable(PerdureError):
     """No service answers at the address, or it ended and did not come back within the call's deadline."""
 

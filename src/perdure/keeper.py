@@ -21,8 +21,8 @@ import numpy as np
 
 from perdure import limits
 from perdure.catalog.api import SegmentRecord, SegmentState, fingerprints
-from perdure.core import STORE_NAMESPACE, Core
-from perdure.errors import PerdureError
+from perdure.core import INDEX_LOST_KEY, STORE_NAMESPACE, Core
+from perdure.errors import CatalogUnavailable, PerdureError
 from perdure.inspect import keyspaces
 from perdure.publishing import flush_pending
 from perdure.session import Scope
@@ -73,10 +73,14 @@ class Keeper:
 
     def _run(self) -> None:
         chores_at = time.monotonic() + limits.recency_flush_s
+        orphans_at = time.monotonic() + limits.cluster_orphans_s
         while not self._stop.is_set():
             if self._core.pending.wait(1.0):
                 self._stop.wait(limits.ephemeral_publish_delay_s)
                 self.attempt(lambda: flush_pending(self._core))
+            if self._core.sharing.shared and time.monotonic() >= orphans_at:
+                self.attempt(self.recover)
+                orphans_at = time.monotonic() + limits.cluster_orphans_s
             if time.monotonic() >= chores_at:
                 chores_at = time.monotonic() + limits.recency_flush_s
                 self.chores()
@@ -97,19 +101,31 @@ class Keeper:
         core = self._core
         if not core.index_lost:
             return
+        with core.sharing.sole(b"rebuild") as mine:
+            if not core.control.get(STORE_NAMESPACE, INDEX_LOST_KEY):  # another process has done it meanwhile
+                core.index_lost = False
+            elif mine:
+                self._rebuild()
+            else:
+                raise CatalogUnavailable("another process is rebuilding the block index")
+
+    def _rebuild(self) -> None:
+        core = self._core
+        core.sharing.refresh()
 
         def note(done: int, total: int) -> None:
             self.progress = (done, total)
 
         def left_out(record: SegmentRecord) -> bool:
             """What this process is writing is published by itself."""
-            return record.state is SegmentState.OPEN and record.owner == core.owner
+            return record.state is SegmentState.OPEN and record.owner == core.sharing.owner
 
         for segment, keys, records in core.recovery.entries_of_all(left_out, note):
             order = np.argsort(keys.view("S32").ravel(), kind="stable")
             core.index.load(iter([(keys[order], records[order])]))
             core.waiters.published(keys)
-            if core.table.get(segment.segment) is None:  # dropped meanwhile, with what the index knew of it then
+            # Dropped meanwhile, with what the index knew of it then?
+            if core.table.find(segment.segment, fresh=True) is None:
                 core.index.remove(keys, records)
             if self._stop.is_set():
                 return
@@ -118,11 +134,11 @@ class Keeper:
     def recover(self) -> None:
         """Index the open segments of writers that died, and remove what they left half-made or half-deleted."""
         core = self._core
-        core.recovery.remove_temporaries(core.owner)
-        for record in core.table.all():
-            abandoned = record.state is SegmentState.OPEN and record.owner != core.owner
-            if abandoned or record.state is SegmentState.DRAINING:
-                core.space.note_unsealed(record.segment)
+        core.sharing.refresh()
+        if not core.sharing.shared:  # others may be writing theirs right now
+            core.recovery.remove_temporaries(core.owner)
+        for segment in core.sharing.orphans():
+            core.space.note_unsealed(segment)
         self.settle_unsealed()
 
     def settle_unsealed(self) -> None:
@@ -144,24 +160,32 @@ class Keeper:
 
     def _settle(self, segment: bytes) -> None:
         core = self._core
-        record = core.table.get(segment)
+        record = core.table.find(segment)
         if record is None or (record.state is SegmentState.DRAINING and core.recovery.is_gone(segment)):
             core.segments.delete(segment)
             core.table.delete(segment)
             core.space.settle(segment, 0)
         elif record.state is SegmentState.OPEN:
-            new = core.recovery.index_open_segment(record, core.index)
-            core.space.settle(segment, new.allocated_bytes if new is not None else 0)
-            core.counters.add(segments_recovered=1)
+            with core.sharing.taken(record) as mine:
+                record = core.table.get(segment)
+                if mine and record is not None and record.state is SegmentState.OPEN:
+                    new = core.recovery.index_open_segment(record, core.index)
+                    core.space.settle(segment, new.allocated_bytes if new is not None else 0)
+                    core.counters.add(segments_recovered=1)
 
     def pin_sessions(self) -> None:
         core = self._core
+        if core.sharing.shared:  # pins outlive the process that made them
+            return
         known = keyspaces(core).items()
         core.sessions.pin_again(Scope(one["tenant"], bytes.fromhex(one["tenant_id"]), digest) for digest, one in known)
 
     def fill_presence(self) -> None:
         """Read the whole catalog once, in key order, with the recency that was kept."""
         core = self._core
+        if core.sharing.shared:  # a negative answer is never final: others publish too
+            core.filled.set()
+            return
         known, minutes = core.index.recency()
         start = bytes(limits.key_bytes)
         while not self._stop.is_set():
@@ -218,9 +242,12 @@ class Keeper:
             return
         core.touches.apply()
         tick = core.tick()
-        prints, ticks = core.presence.changed_since(self._recency_tick)
-        if len(prints):
-            core.index.touch(prints, core.minutes(ticks))
+        if core.sharing.shared:
+            core.sharing.tell_uses()
+        else:
+            prints, ticks = core.presence.changed_since(self._recency_tick)
+            if len(prints):
+                core.index.touch(prints, core.minutes(ticks))
         self._recency_tick = tick - 1
         present = core.control.get(STORE_NAMESPACE, CLOCK_KEY)
         core.control.compare_and_set(STORE_NAMESPACE, CLOCK_KEY, present, struct.pack("<d", core.steady.now()))

@@ -12,6 +12,20 @@ from perdure.options import parse_size
 _CAPACITY_DEFAULT = "20GiB"
 
 
+def check_sharing(catalog: str | None, state: object, audit: str | bool, encryption: str) -> None:
+    """What goes with a cluster's catalog, where processes share a directory, and without. Raises InvalidArgument."""
+    if catalog is None:
+        if state is not None:
+            raise InvalidArgument("state=...: only a store whose catalog is a cluster has a state directory of its own")
+        return
+    for name, value in (("audit", audit), ("encryption", encryption)):
+        if value not in ("auto", "off", False):
+            raise InvalidArgument(
+                f"{name}={value!r}: the processes that share a directory would share its log and keys, which is not "
+                f"built yet; leave {name} out, or leave `catalog` out"
+            )
+
+
 def capacity_bytes_of(control: ControlStore, capacity: int | str | None, read_only: bool) -> int:
     """The capacity asked for, else the one from last time; remembered."""
     stored = control.get(STORE_NAMESPACE, b"capacity")

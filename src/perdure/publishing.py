@@ -42,6 +42,7 @@ def commit(core: Core, publication: Publication) -> NDArray[np.bool_]:
     def admit() -> None:
         if lease is not None and not core.control.check(lease):
             raise StaleFence(f"lease {lease.token} was lost during the write; nothing was published")
+        core.sharing.check()
 
     try:
         results = core.index.publish(

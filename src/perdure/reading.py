@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 
 from perdure import limits
 from perdure.buffers import Parts, copy_parts
-from perdure.catalog.api import RECORD, Durability, KeyArray, as_keys, fingerprints
+from perdure.catalog.api import RECORD, Durability, KeyArray, SegmentRecord, as_keys, fingerprints
 from perdure.core import Core
 from perdure.errors import CatalogError, CatalogUnavailable
 from perdure.governance.audit import AuditLog, Event
@@ -67,7 +67,7 @@ def _catalog_prefix(core: Core, keys: KeyArray, known: int) -> int:
 
 
 def _asked_prefix(core: Core, keys: KeyArray, known: int) -> int:
-    if not core.pending and not core.table.any_expiring:
+    if not core.sharing.shared and not core.pending and not core.table.any_expiring:
         return known + core.index.prefix(keys[known:])
     step = limits.lookup_gallop_first_blocks
     while known < len(keys):
@@ -132,7 +132,7 @@ def _from_memory(
     core: Core, space: Keyspace, keys: KeyArray, destinations: Sequence[Parts], report: ReadReport
 ) -> None:
     """Deliver what the DRAM tier holds; those bytes were verified when they got there."""
-    if not core.pool.budget_bytes or not core.presence.complete:  # what has expired is known from the presence index
+    if not core.pool.budget_bytes or not core.knows_expiry:
         return
     slots = core.pool.get(keys)
     held = [slot for slot in slots if slot is not None]
@@ -268,8 +268,10 @@ def _quarantine(core: Core, plan: Plan) -> list[int]:
         if present[number] and current[number].item() != row:
             moved.append(place)
         elif status in (BlockStatus.CORRUPT, BlockStatus.MISSING):
-            owner = core.table.get(row[_SEGMENT])
+            owner = _segment_now(core, row[_SEGMENT])
             unread = place in plan.unread
+            # Another host's view of a shared directory may be behind: a file that exists is no reason to forget it.
+            unread |= core.sharing.shared and owner is not None and status == BlockStatus.MISSING
             # Expected, not signs of a bad disk: the segment was given up, or a power cut took what was never fsynced.
             given_up = owner is None and _is_gone(core, row[_SEGMENT])
             cut = row[_DURABILITY] == Durability.EPHEMERAL and owner is not None and owner.boot_id != boot_id
@@ -283,6 +285,13 @@ def _quarantine(core: Core, plan: Plan) -> list[int]:
             kind = "lost" if lost else BlockStatus(status).name.lower()
             _remove(core, keys[number : number + 1], row, kind, plan.problems[place], keep=unread)
     return moved
+
+
+def _segment_now(core: Core, segment: bytes) -> SegmentRecord | None:
+    try:
+        return core.table.find(segment, fresh=True)
+    except CatalogError:
+        return core.table.get(segment)
 
 
 def _is_gone(core: Core, segment: bytes) -> bool:

@@ -4,8 +4,8 @@
         space = store.keyspace(model=..., weights=..., layout=..., tenant=...)
 
 Contract
-- One writer per directory (flock); read-only opens beside it. Opening scans nothing: what needs a scan is done in the
-  background by `keeper`, while serving.
+- One writer per directory (flock), or with `catalog` many, each with a state directory; read-only opens beside them.
+  Opening scans nothing: what needs a scan is done in the background by `keeper`, while serving.
 - Thread-safe. After fork() the child's copy is unusable and says so; the parent's goes on.
 - `close` commits, seals and syncs; a process that dies without it loses nothing that was acknowledged.
 """
@@ -15,7 +15,6 @@ from __future__ import annotations
 import atexit
 import contextlib
 import os
-import secrets
 import shutil
 import struct
 import weakref
@@ -44,7 +43,7 @@ from perdure.io.memory import Scratch
 from perdure.keeper import CLOCK_KEY, Keeper
 from perdure.keys import KeyspaceIdentity, KVLayout
 from perdure.keyspace import Keyspace
-from perdure.opening import capacity_bytes_of, index_lost_of, segment_bytes_of, take_over
+from perdure.opening import capacity_bytes_of, check_sharing, index_lost_of, segment_bytes_of, take_over
 from perdure.options import parse_size, refuse_unknown
 from perdure.pool.dram import DramPool
 from perdure.prefetch import Prefetcher
@@ -65,18 +64,9 @@ _CALL_THREADS = 4
 _INDEX_BYTES_PER_PAGE = 0.1  # address space for the index: capacity in pages times this, generously
 _FILL_WAIT_S = 30.0
 _OPTIONS = (
-    "capacity",
-    "memory",
-    "read_only",
-    "mirror",
-    "admission",
-    "codec",
-    "catalog",
-    "audit",
-    "encryption",
-    "kek",
-    "seams",
-)
+    "capacity", "memory", "read_only", "mirror", "admission", "codec", "catalog", "state",
+    "audit", "encryption", "kek", "seams",
+)  # fmt: skip
 
 
 @dataclass(slots=True)
@@ -105,6 +95,7 @@ class Store:
         admission: Admission,
         codec: str,
         catalog: str | None,
+        state: str | os.PathLike[str] | None,
         seams: Seams,
         audit: str | bool = "auto",
         encryption: str = "auto",
@@ -117,12 +108,18 @@ class Store:
         self._closed: str | None = None
         self._spaces: dict[bytes, Keyspace] = {}
         memory_bytes = parse_size(memory, "memory")
+        check_sharing(catalog, state, audit, encryption)
         identity = directory.prepare(self.path, create=not read_only, clock=seams.clock, catalog=kind_of(catalog))
         with contextlib.ExitStack() as undo:
             self._lock = None
             if not read_only:
                 try:
-                    self._lock = directory.WriterLock(self.path, seams.clock)
+                    place = self.path
+                    if catalog is not None:
+                        place = directory.state_directory(self.path if state is None else Path(state))
+                    self._lock = directory.WriterLock(place, seams.clock)
+                except StorePathError:
+                    raise
                 except OSError as error:
                     raise StorePathError(
                         f"{self.path}: cannot be written ({error}); check owner, mode, mount"
@@ -163,20 +160,15 @@ class Store:
         map_bytes = int(capacity_bytes * _INDEX_BYTES_PER_PAGE) + 64 * limits.MIB
         index = seams.index(self._catalogs.index(map_bytes))
         undo.callback(index.close)
-        owner = secrets.token_bytes(limits.id_bytes)
-        if not read_only:
-            take_over(control, owner)
-        roots = [seams.files(str(path))]
-        if not read_only:
-            with contextlib.suppress(OSError):
-                roots[0].unlink(PROBE_PATH)  # left by a process that was killed while probing
-        if mirror is not None:
-            if not read_only:
-                Path(mirror).mkdir(mode=0o700, parents=True, exist_ok=True)
-            roots.append(seams.files(str(mirror)))
-        keys, table = self._open_keys(path, secret, read_only), SegmentTable(control)
+        shared = self._catalogs.shared
+        table = SegmentTable(control, shared=shared)
+        sharing = self._catalogs.sharing(control, clock, table)
+        if not read_only and not shared:
+            take_over(control, sharing.owner)
+        roots = _roots(seams, path, mirror, read_only)
+        keys = self._open_keys(path, secret, read_only)
         segments = SegmentStore(roots, secret, keys)
-        if not read_only:
+        if not read_only and not shared:
             # a file without a record, too: of a control store that is older than it, nothing may be made unreadable
             keys.tidy(lambda segment: table.get(segment) is not None or segments.exists(segment))
         undo.callback(segments.close)
@@ -187,23 +179,24 @@ class Store:
         # On a disk smaller than the capacity, too, reclaim needs a choice of segments.
         segment_bytes = segment_bytes_of(min(capacity_bytes, shutil.disk_usage(path).total))
         space = SpaceBudget(capacity_bytes, kept_back_bytes(capacity_bytes, segment_bytes))
-        presence, pins = PresenceIndex(), Pins(control, clock, owner)
+        presence, pins = PresenceIndex(), Pins(control, clock, sharing.owner, shared=shared)
         seen = control.get(STORE_NAMESPACE, CLOCK_KEY)
         steady = SteadyWall(clock, struct.unpack("<d", seen)[0] if seen else None)
         reader = SegmentReader(segments, engine, scratch, pool, decode_threads=cores)
         undo.callback(reader.close)
-        writer = SegmentWriter(segments, table, engine, scratch, space, clock, owner, segment_bytes)
+        writer = SegmentWriter(segments, table, engine, scratch, space, clock, sharing.owner, segment_bytes)
         recovery = Recovery(segments, table, engine, scratch, reader)
         reclaimer = Reclaimer(
             segments, table, space, index, presence, pool, reader, writer, scratch, recovery.entries, pins.alive,
             lambda: 0 if steady.paused else int(steady.now()), lambda: _recency_ready(core),
+            lambda: sharing.sole(b"room", limits.cluster_turn_s), sharing.used_elsewhere,
         )  # fmt: skip
         core = Core(
-            path=path, identity=identity, read_only=read_only, owner=owner, root_secret=secret, clock=clock,
+            path=path, identity=identity, read_only=read_only, owner=sharing.owner, root_secret=secret, clock=clock,
             steady=steady, files=roots[0], engine=engine, scratch=scratch, index=index, control=control, table=table,
             segments=segments, space=space, presence=presence, pool=pool, reader=reader, writer=writer,
             reclaimer=reclaimer, recovery=recovery, health=Health(clock),
-            pins=pins, incidents=Incidents(control, steady.now), rates=Rates(),
+            sharing=sharing, pins=pins, incidents=Incidents(control, steady.now), rates=Rates(),
             workers=ThreadPoolExecutor(cores, thread_name_prefix="perdure-codec"),
             calls=ThreadPoolExecutor(_CALL_THREADS, thread_name_prefix="perdure-call"), index_lost=index_lost,
         )  # fmt: skip
@@ -211,6 +204,8 @@ class Store:
             space.settle(record.segment, core.space_of(record))
         if not read_only:
             core.reserve_catalog_space()
+        sharing.join(core)
+        undo.callback(sharing.leave)
         return core
 
     # --- use
@@ -325,6 +320,7 @@ class Store:
             steps.callback(core.workers.shutdown)
             if not core.read_only:
                 steps.callback(self._keeper.attempt, self._keeper.save_recency)  # advisory: no reason to fail
+                steps.callback(core.sharing.leave)
                 steps.callback(core.writer.close)
                 steps.callback(flush_pending, core, last=True)
                 steps.callback(self._keeper.stop)
@@ -367,6 +363,8 @@ def open(path: str | os.PathLike[str], **options: Any) -> Store:  # noqa: A001 (
     time, at first off.
     encryption: of new segments: "on", "off", "tenants:NAME,NAME"; "auto": as last time, at first off. kek: what wraps
     their keys: "" (a file in DIR/keystore), "file:PATH", "vault:URL#KEY".
+    state: with `catalog`: local directory for what only this process may use (a lock); DIR if not given. Processes that
+    share DIR, on one host or many, need one each.
     seams: clock, files, engine and catalog wrappers, for tests and benchmarks.
 
     Raises StorePathError, FormatError, StoreLocked, CatalogError, InvalidArgument, UnknownOption.
@@ -375,7 +373,7 @@ def open(path: str | os.PathLike[str], **options: Any) -> Store:  # noqa: A001 (
     check(options.get("admission"))
     chosen: Mapping[str, Any] = {
         "capacity": None, "memory": "256MiB", "read_only": False, "mirror": None, "admission": "always",
-        "codec": "auto", "catalog": None, "audit": "auto", "encryption": "auto", "kek": "",
+        "codec": "auto", "catalog": None, "state": None, "audit": "auto", "encryption": "auto", "kek": "",
     } | options  # fmt: skip
     return Store(path, **{"seams": Seams(), **chosen})
 
@@ -385,11 +383,13 @@ def rebuild(
     progress: Callable[[int, int], None] | None = None,
     *,
     catalog: str | None = None,
+    state: str | os.PathLike[str] | None = None,
 ) -> dict[str, Any]:
-    """Recreate the block index from the segments. The store must not be open. Returns its status afterwards."""
+    """Recreate the block index from the segments. The store must not be open (in a cluster others may have it
+    open: give `state`). Returns its status afterwards."""
     store = Store(
         path, capacity=None, memory=0, read_only=False, mirror=None, admission="always", codec="auto", catalog=catalog,
-        seams=Seams(), drop_index=True,
+        state=state, seams=Seams(), drop_index=True,
     )  # fmt: skip
     with store:
         while not store.wait_ready(0.1):
@@ -403,10 +403,23 @@ def rebuild(
         return store.status()
 
 
+def _roots(seams: Seams, path: Path, mirror: str | os.PathLike[str] | None, read_only: bool) -> list[Files]:
+    roots = [seams.files(str(path))]
+    if not read_only:
+        with contextlib.suppress(OSError):
+            roots[0].unlink(PROBE_PATH)  # left by a process that was killed while probing
+    if mirror is not None:
+        if not read_only:
+            Path(mirror).mkdir(mode=0o700, parents=True, exist_ok=True)
+        roots.append(seams.files(str(mirror)))
+    return roots
+
+
 def _recency_ready(core: Core) -> None:
     """Before choosing what to evict: let the fill end (1 s per million blocks), apply uses that were only noted."""
     core.filled.wait(_FILL_WAIT_S)
     core.touches.apply()
+    core.sharing.refresh()
 
 
 _open_stores: weakref.WeakSet[Store] = weakref.WeakSet()

@@ -36,7 +36,7 @@ from perdure.catalog.api import (
 )
 from perdure.catalog.codec import satisfies
 from perdure.core import Core
-from perdure.errors import CatalogError, StaleFence
+from perdure.errors import CatalogError, CatalogUnavailable, StaleFence
 from perdure.governance.audit import AuditLog
 from perdure.keys import key_list
 from perdure.publishing import Publication, commit, flush_pending, show
@@ -131,11 +131,17 @@ def _new_blocks(core: Core, keys: KeyArray, terms: Terms, report: WriteReport) -
     if complete and core.presence.complete and not maybe.any():
         enough = np.zeros(len(keys), bool)
     else:
-        present, records = core.locate(keys)
+        try:
+            present, records = core.locate(keys)
+        except CatalogUnavailable as error:
+            core.counters.add(catalog_errors=1)
+            _refuse(report, np.arange(len(keys)), WriteStatus.FAILED, str(error))
+            return np.zeros(0, np.intp), terms
         wanted = np.zeros(len(keys), RECORD)
         wanted["durability"], wanted["retention"] = terms.durability, terms.retention
         wanted["expires_s"] = terms.expires_s
-        draining = np.fromiter(map(core.table.is_draining, records["segment"].tolist()), bool, len(records))
+        draining = np.zeros(len(keys), bool)
+        draining[present] = [core.table.is_draining(segment) for segment in records["segment"][present].tolist()]
         enough = present & ~draining & satisfies(records, wanted, core.expiry_now())
         if core.unreadable:
             enough &= ~core.unreadable.among(keys)
@@ -320,7 +326,7 @@ def _publish(
 ) -> bool:
     """Make records visible; True if finishing their segments is left to the deferred commit."""
     records, names = appended.records[done], np.ascontiguousarray(keys[todo[done]])
-    deferred = terms.durability == Durability.EPHEMERAL
+    deferred = terms.durability == Durability.EPHEMERAL and not core.sharing.shared
     lease = None if deferred else terms.lease  # else checked here: what is acknowledged stays when the lease ends
     publication = Publication(space.digest, names, records, appended.segments, lease)
     if core.unreadable:

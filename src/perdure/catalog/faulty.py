@@ -135,6 +135,9 @@ class FaultyControl:
     def put_segment(self, record: SegmentRecord) -> None:
         _call(self.plan, "put_segment", lambda: self.inner.put_segment(record))
 
+    def swap_segment(self, old: SegmentRecord | None, new: SegmentRecord) -> bool:
+        return _call(self.plan, "swap_segment", lambda: self.inner.swap_segment(old, new))
+
     def get_segment(self, segment: bytes) -> SegmentRecord | None:
         return self.inner.get_segment(segment)
 

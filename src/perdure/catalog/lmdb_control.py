@@ -94,6 +94,18 @@ class LmdbControl:
 
         self._connection.write("recording a segment", self._segments, change)
 
+    def swap_segment(self, old: SegmentRecord | None, new: SegmentRecord) -> bool:
+        expected = None if old is None else codec.pack_segment(old)
+        value = codec.pack_segment(codec.check_segment(new))
+
+        def change(txn: Transaction) -> bool:
+            if txn.get(new.segment) != expected:
+                return False
+            txn.put(new.segment, value)
+            return True
+
+        return self._connection.write("changing a segment record", self._segments, change)
+
     def get_segment(self, segment: bytes) -> SegmentRecord | None:
         name = codec.check_name("segment", segment)
         raw: bytes | None = self._connection.read(self._segments, lambda txn: txn.get(name))

@@ -243,6 +243,14 @@ class MemoryControl:
         with self._shared:
             self._segments[record.segment] = record
 
+    def swap_segment(self, old: SegmentRecord | None, new: SegmentRecord) -> bool:
+        codec.check_segment(new)
+        with self._shared:
+            if self._segments.get(new.segment) != old:
+                return False
+            self._segments[new.segment] = new
+            return True
+
     def get_segment(self, segment: bytes) -> SegmentRecord | None:
         codec.check_name("segment", segment)
         with self._shared:

@@ -5,10 +5,11 @@ Contract
   hash slot; a call is atomic per group, not over the whole batch, and so is the usage that is counted with it.
 - A call ends by its deadline. What could not be asked raises `CatalogUnavailable`: callers that only want a hint take
   it for a miss. A change that raises may have been made in some groups: read again; repeating it is harmless.
-- Publish is a look and one script per group that compares and swaps: two rounds, more only where others publish the
-  same blocks at that moment. `admit` runs between the two, in this process: a lease that is lost after it is not
-  noticed (the same block is published twice, the first stays). A record of an epoch of its tenant that is over is
-  refused by the script itself (`raise_epoch`).
+- Publish is one script per group that inserts what is absent: one round. Where something is present it is looked at,
+  compared and swapped: two more, and more only where others publish the same blocks at that moment. `admit` runs
+  before each script, in this process: a lease that is lost after it is not noticed (the same block is published twice,
+  the first stays). A record of an epoch of its tenant that is over, or in a segment that was taken over, is refused by
+  the script itself (`raise_epoch`, `close_segment`).
 - Tolerates failovers that lose acknowledged publishes: those are misses. Never a wrong block: readers verify records.
 - Not fsynced before it answers (`sync` does nothing): the index can be rebuilt from the segments.
 """
@@ -27,9 +28,21 @@ from perdure.catalog import codec, valkey_names
 from perdure.catalog.api import RECORD, KeyArray, PublishResult, RecordArray, Usage
 from perdure.catalog.valkey_cluster import Cluster, Unit, replies_of
 from perdure.catalog.valkey_link import Command
-from perdure.catalog.valkey_names import BLOCK, CHANGE, EPOCHS, GROUPS, PUBLISHED, RECENCY, TOUCH, USAGE, WHOLE, Names
+from perdure.catalog.valkey_names import (
+    BLOCK,
+    CHANGE,
+    CLOSED,
+    EPOCHS,
+    GROUPS,
+    PUBLISHED,
+    RECENCY,
+    TOUCH,
+    USAGE,
+    WHOLE,
+    Names,
+)
 from perdure.catalog.valkey_scan import Listing, everything
-from perdure.errors import CatalogError, CatalogUnavailable, ReadOnlyStore, StaleFence, StoreClosed
+from perdure.errors import CatalogError, CatalogUnavailable, OwnershipLost, ReadOnlyStore, StaleFence, StoreClosed
 
 _EXISTS: Final = int(PublishResult.EXISTS)
 _ABSENT, _ANYTHING = b"", b"*"
@@ -179,20 +192,24 @@ class ValkeyIndex:
         values = codec.record_list(records, len(wanted))
         deadline = time.monotonic() + self._write_s
         out = np.full(len(wanted), _EXISTS, np.uint8)
-        left = np.arange(len(wanted))
+        firsts = {key: at for at, key in reversed(list(enumerate(wanted)))}
+        left = np.array(sorted(firsts.values()), np.intp)  # of equal keys the first decides
+        expected, results = [_ABSENT] * len(left), np.full(len(left), PublishResult.INSERTED, np.uint8)
         for _ in range(limits.cluster_rounds_attempts_max):
-            some = [wanted[at] for at in left.tolist()]
-            present = self._values(keys[left], some, deadline)
-            results, _replaced = codec.decide(some, present, records[left], now_s, is_draining)
             if admit is not None:
                 admit()
-            writing = np.flatnonzero(results != _EXISTS)
-            expected = [present[at] or _ABSENT for at in writing.tolist()]
-            chosen = left[writing]
-            done = self._change(keys[chosen], expected, [values[at] for at in chosen.tolist()], deadline, tell=True)
-            out[chosen[done > 0]] = results[writing][done > 0]
-            left = chosen[done == 0]
-            if len(left) == 0:
+            new = [values[at] for at in left.tolist()]
+            done = self._change(keys[left], expected, new, deadline, tell=True, exact=True) > 0
+            out[left[done]] = results[done]
+            left = left[~done]
+            if len(left):
+                some = [wanted[at] for at in left.tolist()]
+                present = self._values(keys[left], some, deadline)
+                results, _replaced = codec.decide(some, present, records[left], now_s, is_draining)
+                writing = np.flatnonzero(results != _EXISTS)
+                expected = [present[at] or _ABSENT for at in writing.tolist()]
+                left, results = left[writing], results[writing]
+            if not len(left):
                 return out
         raise CatalogUnavailable("catalog: publishing: others kept changing the same blocks; read it again")
 
@@ -216,7 +233,8 @@ class ValkeyIndex:
             for at in range(0, len(values), limits.publish_batch_blocks_max):
                 part = slice(at, at + limits.publish_batch_blocks_max)
                 some = values[part]
-                done = self._change(keys[part], [_ABSENT] * len(some), some, time.monotonic() + self._write_s)
+                deadline = time.monotonic() + self._write_s
+                done = self._change(keys[part], [_ABSENT] * len(some), some, deadline, fenced=False)
                 inserted += int((done == 1).sum())
         return inserted
 
@@ -229,22 +247,27 @@ class ValkeyIndex:
         *,
         tell: bool = False,
         exact: bool = False,
+        fenced: bool = True,
     ) -> NDArray[np.uint8]:
-        """Per key 0 changed meanwhile, 1 done, 2 it was so already. `exact`: 2 only counts after a lost answer."""
+        """Per key 0 changed meanwhile, 1 done, 2 it was so already. `exact`: 2 only counts after a lost answer.
+        `fenced`: segments that were closed take no more."""
         wanted = codec.key_list(keys)
         units, places = [], []
         for group, members in self._shares(keys, len(wanted)):
             prefix = self._names.prefixes[group]
-            names = [prefix + USAGE, prefix + EPOCHS, *[prefix + BLOCK + wanted[at] for at in members]]
+            names = [prefix + kind for kind in (USAGE, EPOCHS, CLOSED)]
+            names += [prefix + BLOCK + wanted[at] for at in members]
             pairs = [one for at in members for one in (expected[at], new[at])]
             channel = prefix + PUBLISHED if tell else b""
-            units.append(Unit(self._names.slots[group], [CHANGE.call(names, channel, *pairs)]))
+            units.append(Unit(self._names.slots[group], [CHANGE.call(names, channel, b"1" if fenced else b"", *pairs)]))
             places.append(members)
         answers = self._run_change(units, deadline, "changing blocks")
         out = np.zeros(len(wanted), np.uint8)
         for unit, members, answer in zip(units, places, answers, strict=True):
             if answer == b"E":
                 raise StaleFence("a block is of an epoch of its tenant that is over; it was not published")
+            if answer == b"S":
+                raise OwnershipLost("a segment was taken over while this process was silent; nothing more goes into it")
             if len(answer) != len(members):
                 raise CatalogError(f"catalog: a script answered {answer!r}: the cluster is not ours")
             codes = np.frombuffer(answer, np.uint8) - ord("0")
@@ -259,6 +282,16 @@ class ValkeyIndex:
             for group, slot in enumerate(self._names.slots)
         ]
         self._run_change(units, time.monotonic() + self._write_s, "raising a tenant's epoch")
+
+    def close_segment(self, segment: bytes, now_s: float) -> None:
+        """From now on nothing more is published in this segment, whoever thinks it is his. Replicated before it
+        returns; may be repeated. `load` still takes what lies in it."""
+        times = (b"%d" % now_s, limits.cluster_closed_s)
+        units = [
+            Unit(slot, [valkey_names.CLOSE.call([self._names.key(group, CLOSED)], segment, *times)], 1)
+            for group, slot in enumerate(self._names.slots)
+        ]
+        self._run_change(units, time.monotonic() + self._write_s, "closing a segment")
 
     # --- recency
 

@@ -74,7 +74,7 @@ class Cluster:
         self._lock = threading.Lock()
         self._greeting: list[Command] = [("AUTH", *filter(None, (user, password)))] if password else []
         self._nodes: dict[Address, Node] = {}
-        self._seeds = [self._node(address) for address in seeds]
+        self._seeds = [self.node(address) for address in seeds]
         self._slots: list[Node | None] = [None] * SLOTS
         self._scripts: dict[str, str] = {}
         self.version = 0  # of the map
@@ -82,7 +82,7 @@ class Cluster:
         self._refreshing = threading.Lock()
         self._closed = False
 
-    def _node(self, address: Address) -> Node:
+    def node(self, address: Address) -> Node:
         with self._lock:
             return self._nodes.setdefault(address, Node(address, self._greeting))
 
@@ -177,7 +177,7 @@ class Cluster:
             unit.doubtful |= place > 0  # what came before was done
             kind, _, rest = str(reply).partition(" ")
             if kind in ("MOVED", "ASK"):
-                target = self._node(_address(rest.split(" ")[1], node.address[0]))
+                target = self.node(_address(rest.split(" ")[1], node.address[0]))
                 if kind == "ASK":
                     unit._asking = target  # noqa: SLF001
                 else:
@@ -236,7 +236,7 @@ class Cluster:
         slots: list[Node | None] = [None] * SLOTS
         known: dict[Address, Node] = {node.address: node for node in self._seeds}
         for first, last, *nodes in ranges:
-            found = [self._node(_address_of(one, asked.address[0])) for one in nodes]
+            found = [self.node(address_of(one, asked.address[0])) for one in nodes]
             known.update((node.address, node) for node in found)
             slots[first : last + 1] = [found[0]] * (last + 1 - first)
         with self._lock:
@@ -253,6 +253,12 @@ class Cluster:
         if self._map_is_doubtful([Unit(slot, []) for slot in slots], time.monotonic()):
             self._refresh(deadline)
         return [self._slots[slot] for slot in slots]
+
+    def nodes(self) -> list[Node]:
+        """Those known, the seeds among them."""
+        self.check_open()
+        with self._lock:
+            return list(self._nodes.values())
 
     def doubt(self) -> None:
         """The map may be wrong."""
@@ -289,7 +295,7 @@ def _address(text: str, host: str) -> Address:
     return name.strip("[]") or host, int(port)
 
 
-def _address_of(node: list[Any], host: str) -> Address:
+def address_of(node: list[Any], host: str) -> Address:
     name = node[0].decode() if node[0] else ""
     return (name if name not in ("", "?") else host), int(node[1])
 

@@ -42,6 +42,7 @@ from perdure.catalog.valkey_names import (
     RENEW,
     SEGMENTS,
     SET_DOCUMENT,
+    SWAP_SEGMENT,
     Names,
 )
 from perdure.errors import CatalogUnavailable, InvalidArgument, ReadOnlyStore, StoreClosed
@@ -134,6 +135,13 @@ class ValkeyControl:
         group, key = self._segment(record.segment)
         self._ask(group, ("HSET", key, record.segment, value), "recording a segment", changing=True)
 
+    def swap_segment(self, old: SegmentRecord | None, new: SegmentRecord) -> bool:
+        """As `ControlStore.swap_segment`; True also where the present record equals `new` already."""
+        expected = b"" if old is None else codec.pack_segment(old)
+        group, key = self._segment(new.segment)
+        command = SWAP_SEGMENT.call([key], new.segment, expected, codec.pack_segment(codec.check_segment(new)))
+        return bool(self._ask(group, command, "changing a segment record", changing=True))
+
     def get_segment(self, segment: bytes) -> SegmentRecord | None:
         codec.check_name("segment", segment)
         group, key = self._segment(segment)
@@ -181,6 +189,12 @@ class ValkeyControl:
         group, key = self._lease(lease.scope)
         raw = self._ask(group, ("HGET", key, lease.scope), "checking a lease")
         return raw is not None and codec.unpack_lease(lease.scope, raw).token == lease.token
+
+    def lease_of(self, scope: bytes) -> Lease | None:
+        """The lease as it stands, whether it has ended or not: for people who look."""
+        group, key = self._lease(scope)
+        raw = self._ask(group, ("HGET", key, scope), "reading a lease")
+        return None if raw is None else codec.unpack_lease(scope, raw)
 
     def _lease(self, scope: bytes) -> tuple[int, bytes]:
         group = self._names.group_of(scope)

@@ -25,7 +25,7 @@ from perdure.catalog.api import KeyArray
 from perdure.catalog.valkey_cluster import SLOTS, key_slot
 from perdure.catalog.valkey_link import Script
 
-BLOCK, USAGE, EPOCHS, RECENCY, WHOLE, PUBLISHED = b"b", b"u", b"e", b"r", b"m", b"w"
+BLOCK, USAGE, EPOCHS, CLOSED, RECENCY, WHOLE, PUBLISHED = b"b", b"u", b"e", b"c", b"r", b"m", b"w"
 DOCUMENTS, DOCUMENT_ORDER, SEGMENTS, LEASES, LAST_TOKEN, PINS, RELEASED = b"d", b"o", b"s", b"l", b"t", b"p", b"x"
 GROUPS: Final = limits.cluster_index_slots
 _SHIFT: Final = 8 - (GROUPS.bit_length() - 1)
@@ -81,16 +81,21 @@ def groups_of_prints(fingerprints: NDArray[np.uint64]) -> NDArray[np.uint8]:
 # --- block index ----------------------------------------------------------------------------------------------
 
 CHANGE: Final = Script("""
--- Compare-and-swap of records, usage with them. KEYS: usage, epochs, then blocks. ARGV: channel of the news or '', then
--- per block what is expected ('' nothing, '*' anything) and what it becomes ('' nothing). Returns per block 0 changed
--- meanwhile, 1 done, 2 it is so already; or E: a record is of an epoch of its tenant that is over.
-local floors = {}
-for i = 3, #KEYS do
-  local new = ARGV[2 * i - 3]
+-- Compare-and-swap of records, usage with them. KEYS: usage, epochs, closed segments, then blocks. ARGV: channel of the
+-- news or '', '1' if closed segments take no more, then per block what is expected ('' nothing, '*' anything) and what
+-- it becomes ('' nothing). Returns per block 0 changed meanwhile, 1 done, 2 it is so already; or for all of them E: a
+-- record is of an epoch of its tenant that is over; or S: a record is in a segment that was closed.
+local floors, closed = {}, {}
+for i = 4, #KEYS do
+  local new = ARGV[2 * i - 4]
   if #new > 0 then
-    local tenant = string.sub(new, 17, 32)
+    local segment, tenant = string.sub(new, 1, 16), string.sub(new, 17, 32)
     if not floors[tenant] then floors[tenant] = tonumber(redis.call('HGET', KEYS[2], tenant) or '0') end
     if struct.unpack('<I4', new, 57) < floors[tenant] then return 'E' end
+    if closed[segment] == nil then
+      closed[segment] = ARGV[2] == '1' and redis.call('HEXISTS', KEYS[3], segment) == 1
+    end
+    if closed[segment] then return 'S' end
   end
 end
 local totals, done, news = {}, {}, {}
@@ -103,8 +108,8 @@ local function count(record, sign)
   total[3] = total[3] + sign * (math.ceil(stored / 4096) + 1) * 4096
   totals[tenant] = total
 end
-for i = 3, #KEYS do
-  local expected, new = ARGV[2 * i - 4], ARGV[2 * i - 3]
+for i = 4, #KEYS do
+  local expected, new = ARGV[2 * i - 5], ARGV[2 * i - 4]
   local present = redis.call('GET', KEYS[i]) or ''
   if present == expected or (expected == '*' and present ~= '') then
     if present ~= '' then count(present, -1) end
@@ -133,6 +138,15 @@ for tenant, total in pairs(totals) do
 end
 if ARGV[1] ~= '' and #news > 0 then redis.call('SPUBLISH', ARGV[1], table.concat(news)) end
 return table.concat(done)
+""")
+
+CLOSE: Final = Script("""
+-- KEYS: closed segments. ARGV: segment, now (seconds), age at which a mark is of no use any more (seconds).
+local marks = redis.call('HGETALL', KEYS[1])
+for i = 1, #marks, 2 do
+  if tonumber(marks[i + 1]) + tonumber(ARGV[3]) < tonumber(ARGV[2]) then redis.call('HDEL', KEYS[1], marks[i]) end
+end
+return redis.call('HSET', KEYS[1], ARGV[1], ARGV[2])
 """)
 
 RAISE_EPOCH: Final = Script("""
@@ -172,6 +186,14 @@ else
   redis.call('HSET', KEYS[1], ARGV[1], ARGV[2] .. string.sub(ARGV[4], 2))
   redis.call('ZADD', KEYS[2], 0, ARGV[1])
 end
+return 1
+""")
+
+SWAP_SEGMENT: Final = Script("""
+-- KEYS: segments. ARGV: segment, expected record ('' nothing), new record. What is so already is done.
+local present = redis.call('HGET', KEYS[1], ARGV[1]) or ''
+if present ~= ARGV[2] and present ~= ARGV[3] then return 0 end
+redis.call('HSET', KEYS[1], ARGV[1], ARGV[3])
 return 1
 """)
 
@@ -240,5 +262,5 @@ end
 return ended
 """)
 
-INDEX_SCRIPTS: Final = (CHANGE, RAISE_EPOCH, TOUCH)
-CONTROL_SCRIPTS: Final = (SET_DOCUMENT, ACQUIRE, RENEW, RELEASE, END_OWNER, EXPIRE)
+INDEX_SCRIPTS: Final = (CHANGE, RAISE_EPOCH, CLOSE, TOUCH)
+CONTROL_SCRIPTS: Final = (SET_DOCUMENT, SWAP_SEGMENT, ACQUIRE, RENEW, RELEASE, END_OWNER, EXPIRE)

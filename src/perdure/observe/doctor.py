@@ -26,6 +26,7 @@ from pathlib import Path
 from typing import Final, Literal
 
 from perdure import limits
+from perdure.io.mounts import NETWORK, mount_of
 
 Verdict = Literal["ok", "warn", "bad"]
 
@@ -38,12 +39,6 @@ _PROCESS_BYTES_MIN: Final = _OVERHEAD_BYTES // 4
 _AIO_SLOTS: Final = 4 * limits.aio_contexts_idle_max * limits.aio_inflight_per_call_max
 _YEAR_2025_S: Final = 1_735_689_600
 _UNLIMITED_BYTES: Final = 1 << 60  # cgroup v1 shows no limit as a number near 2^63
-_NETWORK: Final = frozenset(
-    {
-        "nfs", "nfs4", "cifs", "smb3", "smbfs", "9p", "ceph", "lustre", "glusterfs", "beegfs", "afs", "gpfs", "ocfs2",
-        "gfs2", "virtiofs", "fuse.sshfs", "fuse.glusterfs", "fuse.ceph", "fuse.s3fs", "fuse.rclone",
-    }
-)  # fmt: skip
 _VOLATILE: Final = frozenset({"tmpfs", "ramfs", "overlay"})
 
 
@@ -129,19 +124,14 @@ def _direct_io(subject: Subject) -> Iterator[Check]:
 
 
 def _file_system(subject: Subject) -> Iterator[Check]:
-    where = subject.existing()
-    best, kind, options = "", "", ""
-    for line in subject.read("proc/self/mountinfo").splitlines():
-        left, _, right = line.partition(" - ")
-        fields = left.split()
-        point = fields[4].replace(r"\040", " ")
-        if where.is_relative_to(point) and len(point) >= len(best):
-            best, kind, options = point, right.split()[0], fields[5]
-    found = f"{kind} at {best} ({options})"
-    if kind in _NETWORK:
+    mount = mount_of(subject.directory, subject.system / "proc/self/mountinfo")
+    kind, options = mount.kind, mount.options
+    found = f"{kind} at {mount.point} ({options})"
+    if kind in NETWORK:
         yield Check(
-            "file system", "bad", found, "put the store on a local disk: its catalog (LMDB) and its lock need one"
-        )
+            "file system", "bad", found,
+            "put the store on a local disk, whose catalog (LMDB) and lock need one, or name a cluster with --catalog",
+        )  # fmt: skip
     elif kind in _VOLATILE:
         yield Check("file system", "warn", found, "what is stored may not survive a reboot; use a disk or a volume")
     else:

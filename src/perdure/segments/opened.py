@@ -37,6 +37,7 @@ class OpenSegment:
     users: int = 0  # appends between reservation and publish
     retired: bool = False  # no more appends
     sealed: bool = False
+    taken: bool = False  # another process has taken it over: it is left as it is
     expires_s: int = 0
     lasting: bool = False  # some record never expires
     entries: list[NDArray[np.void]] = field(default_factory=list)

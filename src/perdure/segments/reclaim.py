@@ -9,6 +9,8 @@ Contract
   moved by compare-and-swap, the other records removed if unchanged, then the file is deleted.
 - If anything fails on the way nothing is lost: the segment stays, drained or not, and is tried again later. A disk that
   does not delete costs the blocks of one segment, not of all.
+- In a store that others use too, one process at a time makes room. What others used, as far as they told, counts by
+  segment: above the cut all of it is hot.
 - Never: recycling a file or a name; deleting by age while the clock is in doubt (the caller decides that).
 """
 
@@ -17,7 +19,8 @@ from __future__ import annotations
 import math
 import threading
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from enum import Enum
 
@@ -33,7 +36,7 @@ from perdure.catalog.api import (
     SegmentState,
     fingerprints,
 )
-from perdure.errors import CatalogError
+from perdure.errors import CatalogError, CatalogUnavailable
 from perdure.governance.shares import Shares
 from perdure.io.memory import Scratch
 from perdure.pool.dram import DramPool
@@ -85,13 +88,15 @@ class Reclaimer:
         pinned: Callable[[], NDArray[np.uint64]],
         now_s: Callable[[], int],
         before: Callable[[], None],
+        sole: Callable[[], AbstractContextManager[bool]],
+        used_elsewhere: Callable[[Sequence[SegmentRecord]], NDArray[np.uint32]],
     ):
         """`entries`: what a segment holds. `before` is called before recency is looked at (it applies uses that were
-        only noted)."""
+        only noted). `sole`: whether it is this process's turn. `used_elsewhere`: tick of the last use by others."""
         self._segments, self._table, self._space, self._index = segments, table, space, index
         self._presence, self._pool, self._reader, self._writer = presence, pool, reader, writer
         self._scratch, self._entries, self._pinned, self._now_s = scratch, entries, pinned, now_s
-        self._before = before
+        self._before, self._sole, self._used_elsewhere = before, sole, used_elsewhere
         self._lock = threading.Lock()
         self.counters = ReclaimCounters()
         self.shares: Shares | None = None
@@ -111,30 +116,38 @@ class Reclaimer:
 
     def _drop_until(self, enough: Callable[[], bool], need: int, tenant: bytes, whose: set[bytes] | None) -> bool:
         """whose: tenants whose segments may go; None: as the shares say."""
-        with self._lock:
-            self._before()
-            given_up: set[bytes] = set()
-            sealed = False
-            while not enough():
-                mine = self._victims(tenant) if whose is None else whose
-                chosen = self._choose(need, given_up, mine)
-                if chosen is None:
-                    if sealed or not self._seal_open(mine):
-                        return False
-                    sealed = True
-                    given_up.clear()  # there may be room for their copies now
-                    continue
-                victim, hotter_than = chosen
-                outcome = self._drop(victim, hotter_than)
-                if outcome is _Outcome.STUCK:  # the next victim would only lose its blocks as well
+        try:
+            with self._lock, self._sole() as mine:
+                return mine and self._drop_in_turn(enough, need, tenant, whose)
+        except CatalogUnavailable:
+            return False
+
+    def _drop_in_turn(self, enough: Callable[[], bool], need: int, tenant: bytes, whose: set[bytes] | None) -> bool:
+        self._before()
+        given_up: set[bytes] = set()
+        sealed = False
+        while not enough():
+            victims = self._victims(tenant) if whose is None else whose
+            chosen = self._choose(need, given_up, victims)
+            if chosen is None:
+                if sealed or not self._seal_open(victims):
                     return False
-                if outcome is _Outcome.STAYS:
-                    given_up.add(victim.segment)
-            return True
+                sealed = True
+                given_up.clear()  # there may be room for their copies now
+                continue
+            victim, hotter_than = chosen
+            outcome = self._drop(victim, hotter_than)
+            if outcome is _Outcome.STUCK:  # the next victim would only lose its blocks as well
+                return False
+            if outcome is _Outcome.STAYS:
+                given_up.add(victim.segment)
+        return True
 
     def sweep(self) -> int:
         """Drop segments all of whose records have expired, and finish drains that were cut off; returns how many."""
-        with self._lock:
+        with self._lock, self._sole() as mine:
+            if not mine:
+                return 0
             now, dropped = self._now_s(), 0
             for record in self._table.all():
                 expired = record.state is SegmentState.SEALED and 0 < record.expires_s <= now
@@ -186,6 +199,7 @@ class Reclaimer:
         sizes = np.array([record.allocated_bytes for record in candidates], np.int64)
         per_block = np.zeros(max(int(ordinal.max(initial=0)), int(numbers.max())) + 1)
         per_block[numbers] = sizes / np.maximum([record.records for record in candidates], 1)
+        elsewhere = self._used_elsewhere(candidates)
         begun = np.array([record.state is SegmentState.DRAINING for record in candidates])
         ranked = np.sort(recency)
         mean_bytes = max(float(per_block[numbers].mean()), 1.0)
@@ -195,7 +209,7 @@ class Reclaimer:
             cut = int(ranked[blocks - 1]) if blocks else 0
             cut = min(cut, np.iinfo(np.uint32).max - 1)  # pinned blocks are above every cut
             hot = np.bincount(ordinal, weights=recency > cut, minlength=len(per_block)) * per_block
-            free = sizes - hot[numbers]
+            free = sizes - np.where(elsewhere > cut, sizes, hot[numbers])
             warmth = np.bincount(ordinal, weights=np.minimum(recency, cut), minlength=len(per_block))[numbers]
             cold = free >= _COLD_SHARE_MIN * sizes
             best = int(np.lexsort((warmth, -free, ~begun, ~cold))[0])
@@ -203,7 +217,11 @@ class Reclaimer:
                 self.cut_tick = cut
                 return candidates[best], cut
             if wanted / mean_bytes >= len(ranked):
-                return (candidates[best], cut) if free[best] > 0 else None
+                if free[best] > 0:
+                    return candidates[best], cut
+                if not elsewhere.any():
+                    return None
+                return candidates[int(elsewhere.argmin())], cut  # all of it is in use somewhere
             wanted *= 2
 
     def _drop(self, victim: SegmentRecord, hotter_than: int | None) -> _Outcome:

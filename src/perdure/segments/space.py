@@ -2,13 +2,15 @@
 
 Contract: `used` is the sum of what all segment files occupy or may come to occupy, kept per segment, so that a step
 that is repeated or fails half-way cannot count anything twice. Nothing is taken beyond `capacity`; a part of it is kept
-back for copy-forward, so that a full store can still make room.
+back for copy-forward, so that a full store can still make room. Processes that share a store look at what the others
+have taken before they take more: only what several take at the same moment may go beyond.
 """
 
 from __future__ import annotations
 
 import errno
 import threading
+from collections.abc import Callable
 
 from perdure import limits
 
@@ -35,6 +37,7 @@ class SpaceBudget:
         self._used = 0
         self._of: dict[bytes, int] = {}
         self._unsealed: set[bytes] = set()
+        self.look: Callable[[], None] = lambda: None  # see what others have taken, before more is taken
         self._lock = threading.Lock()
 
     @property
@@ -42,9 +45,11 @@ class SpaceBudget:
         return self._used
 
     def take(self, segment: bytes, nbytes: int, *, least: int, reserve: bool = False) -> int:
-        """`nbytes` more for a segment; how many it got. Raises NoSpace and takes nothing if they do not fit.
+        """`nbytes` more for a segment; how many it got. Raises NoSpace and takes nothing if they do not fit
+        (CatalogError if it cannot be seen what others have taken).
 
         `reserve`: copy-forward may use what is kept back, and makes do with `least` where no more is left of it."""
+        self.look()
         limit = self.capacity if reserve else self.capacity - self.kept_back
         with self._lock:
             if reserve:

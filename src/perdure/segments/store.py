@@ -175,6 +175,19 @@ class SegmentStore:
                 return True
         return False
 
+    def forget(self, segment: bytes) -> None:
+        """It was deleted by another process: let go of the shared handle, whose bytes would stay on the disk."""
+        with self._lock:
+            handle = self._handles.get(segment)
+            self._secrets.pop(segment, None)
+            if handle is None:
+                return
+            handle.doomed = handle.users > 0
+            if not handle.doomed:
+                del self._handles[segment]
+        if not handle.doomed:
+            handle.file.close()
+
     def list(self) -> builtins.list[bytes]:
         """Ids of all segment files in the first root, in id (time) order."""
         files = _files(self.roots[0])

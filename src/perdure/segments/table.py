@@ -1,7 +1,11 @@
 """The segments of one store: the control store's records, mirrored in memory and numbered for the presence index.
 
-Contract: a change is in the control store (fsynced) before it is visible here. Ordinals are given once per process and
-never reused. One writer process per store, so the mirror cannot go stale. Thread-safe.
+Contract
+- A change is in the control store (fsynced) before it is visible here. Ordinals are given once per process and never
+  reused. Thread-safe.
+- A store of one process: the mirror cannot go stale.
+- A store that many processes share: changes are compare-and-sets against the mirror, so that nobody changes what
+  another one has changed meanwhile; what is not in the mirror is asked for; `refresh` brings the rest.
 """
 
 from __future__ import annotations
@@ -10,33 +14,87 @@ import dataclasses
 import threading
 
 from perdure.catalog.api import ControlStore, SegmentRecord, SegmentState
+from perdure.errors import OwnershipLost
 
 NO_TTL = 255
 """Retention class of blocks that have no TTL; the others are the power of two of minutes that the TTL fits into."""
 
 
 class SegmentTable:
-    def __init__(self, control: ControlStore):
-        self._control = control
+    def __init__(self, control: ControlStore, *, shared: bool = False):
+        self._control, self._shared = control, shared
         self._lock = threading.Lock()
+        self._refreshing = threading.Lock()  # an older answer must not be taken for the newer one
         self._records: dict[bytes, SegmentRecord] = {record.segment: record for record in control.segments()}
         self._names: list[bytes] = sorted(self._records)
         self._ordinals: dict[bytes, int] = {name: number for number, name in enumerate(self._names)}
+        self._changes = 0
+        self._changed_at: dict[bytes, int] = {}  # segment -> number of its last change by this process
         self._draining = {s for s, record in self._records.items() if record.state is SegmentState.DRAINING}
 
     def put(self, record: SegmentRecord) -> None:
-        self._control.put_segment(record)
-        with self._lock:
-            self._records[record.segment] = record
-            if record.state is SegmentState.DRAINING:
-                self._draining.add(record.segment)
-        self.ordinal(record.segment)
+        """Raises OwnershipLost if another process has changed it."""
+        if not self._shared:
+            self._control.put_segment(record)
+        elif not self._control.swap_segment(self._records.get(record.segment), record):
+            self.find(record.segment, fresh=True)
+            raise OwnershipLost(f"segment {record.segment.hex()} was changed by another process")
+        self._note(record.segment, record)
 
     def delete(self, segment: bytes) -> None:
         self._control.delete_segment(segment)
+        self._note(segment, None)
+
+    def _note(self, segment: bytes, record: SegmentRecord | None) -> None:
         with self._lock:
+            self._changes += 1
+            self._changed_at[segment] = self._changes
+            self._set(segment, record)
+        if record is not None:
+            self.ordinal(segment)
+
+    def _set(self, segment: bytes, record: SegmentRecord | None) -> None:
+        self._draining.discard(segment)
+        if record is None:
             self._records.pop(segment, None)
-            self._draining.discard(segment)
+            return
+        self._records[segment] = record
+        if record.state is SegmentState.DRAINING:
+            self._draining.add(segment)
+
+    def find(self, segment: bytes, *, fresh: bool = False) -> SegmentRecord | None:
+        """As `get`, also what another process has made or deleted since the last look; `fresh`: look again."""
+        record = self._records.get(segment)
+        if self._shared and (record is None or fresh):
+            record = self._control.get_segment(segment)
+            self._note(segment, record)
+        return record
+
+    def refresh(self) -> tuple[list[SegmentRecord], list[bytes]]:
+        """Look at all of them again: records that were new or other, and segments that are gone."""
+        with self._refreshing:
+            return self._refresh()
+
+    def _refresh(self) -> tuple[list[SegmentRecord], list[bytes]]:
+        with self._lock:
+            began = self._changes
+        found = {record.segment: record for record in self._control.segments()}
+        with self._lock:
+            self._changed_at = {segment: at for segment, at in self._changed_at.items() if at > began}
+            known = self._records.keys() - self._changed_at.keys()
+            gone = [segment for segment in known if segment not in found]
+            other = [
+                record
+                for segment, record in found.items()
+                if segment not in self._changed_at and self._records.get(segment) != record
+            ]
+            for segment in gone:
+                self._set(segment, None)
+            for record in other:
+                self._set(record.segment, record)
+        for record in other:
+            self.ordinal(record.segment)
+        return other, gone
 
     def drain(self, record: SegmentRecord) -> None:
         """From now on no "exists" may rely on this segment."""
@@ -52,7 +110,7 @@ class SegmentTable:
 
     def is_draining(self, segment: bytes) -> bool:
         """Whether a segment is being given up, or is already: no "exists" may rely on a record in it."""
-        return segment in self._draining or segment not in self._records
+        return segment in self._draining or self.find(segment) is None
 
     @property
     def any_expiring(self) -> bool:

@@ -143,7 +143,7 @@ class SegmentWriter:
             self.retire(one)
 
     def _remove(self, segment: bytes) -> None:
-        """Delete a segment nothing was published in. What fails on the way is tried again by `keeper`."""
+        """Delete a segment. What fails on the way is tried again by `keeper`."""
         try:
             self._segments.delete(segment)
             self._table.delete(segment)
@@ -307,9 +307,18 @@ class SegmentWriter:
         flush(span.stop)
         return requests, leases
 
+    def start_again(self, owner: bytes) -> None:
+        """Go on under another name: other processes take over what is open now, which is left as it is."""
+        with self._lock:
+            self._owner, left = owner, list(self._open.values())
+            for one in left:
+                one.taken = True
+        for one in left:
+            self.retire(one)
+
     # --- seal
     def published(self, opened: OpenSegment, keyspace: bytes, keys: KeyArray, records: RecordArray) -> None:
-        """Remember for the index which records of a segment became visible."""
+        """Remember which records of a segment became visible."""
         entries = np.zeros(len(keys), fmt.INDEX_ENTRY)
         entries["key"], entries["record"] = keys.view("V32").ravel(), records
         entries["keyspace"] = np.void(keyspace)
@@ -347,10 +356,11 @@ class SegmentWriter:
         with self._lock:
             if self._open.get(opened.kind) is opened:
                 del self._open[opened.kind]
-        if not len(entries):
+        if opened.taken or not len(entries):
             for file in opened.files:
                 file.close()
-            self._remove(segment)
+            if not opened.taken:
+                self._remove(segment)
             return
         try:
             for file in opened.files:

@@ -99,8 +99,8 @@ def run(
         _log.info("starting", extra=logs.fields(pid=os.getpid(), data=data, version=__version__))
         store = stores.open(
             data, capacity=settings.capacity, memory=settings.memory, mirror=settings.mirror, codec=settings.codec,
-            admission=settings.admission, audit=settings.audit,
-            encryption=settings.encryption, kek=settings.kek,
+            admission=settings.admission, audit=settings.audit, encryption=settings.encryption, kek=settings.kek,
+            catalog=settings.catalog or None, state=settings.state_dir,
             seams=stores.Seams(pool=lambda nbytes: shared_pool(nbytes, huge=settings.hugepages)),
         )  # fmt: skip
         with contextlib.ExitStack() as started:

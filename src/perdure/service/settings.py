@@ -30,6 +30,7 @@ from pydantic_settings import (
 )
 
 from perdure import limits
+from perdure.catalogs import kind_of, masked
 from perdure.errors import ConfigError, InvalidArgument
 from perdure.options import parse_size
 from perdure.service.sockets import is_loopback, parse_address
@@ -89,6 +90,12 @@ def _address(value: Any) -> Any:
     return value
 
 
+def _catalog(value: Any) -> Any:
+    if isinstance(value, str) and value:
+        kind_of(value)
+    return value
+
+
 def _cpus(value: Any) -> Any:
     if isinstance(value, str):
         value = value.replace(" ", "")
@@ -107,6 +114,7 @@ _Size = Annotated[int | None, BeforeValidator(_optional_size)]
 _Memory = Annotated[int, BeforeValidator(_size)]
 _Address = Annotated[str, BeforeValidator(_address)]
 _File = Annotated[Path | None, BeforeValidator(_path)]
+_Catalog = Annotated[str, BeforeValidator(_catalog)]
 _Cpus = Annotated[str, BeforeValidator(_cpus)]
 
 
@@ -116,11 +124,19 @@ class Settings(BaseSettings):
     model_config = SettingsConfigDict(env_prefix=PREFIX, extra="forbid", frozen=True, env_ignore_empty=False)
 
     data: _File = Field(None, description="directory of the store; write a path")
+    catalog: _Catalog = Field(
+        "", description="cluster that holds the catalog of a shared data (empty: LMDB in data); write valkey://h1,h2,h3"
+    )
+    state_dir: _File = Field(
+        None, description="with catalog: local directory of this service alone (none: data); write a path"
+    )
     capacity: _Size = Field(
         None, description="what the segments may occupy (none: as last time, or 20GiB); write a size such as 200GiB"
     )
     memory: _Memory = Field(limits.GIB, ge=0, description="DRAM of the whole node; write a size such as 8GiB")
-    socket: _File = Field(None, description="Unix socket of the engines (none: perdure.sock in data); write a path")
+    socket: _File = Field(
+        None, description="Unix socket of the engines (none: perdure.sock in state_dir or data); write a path"
+    )
     listen: _Address = Field("", description="address for other hosts (empty: none); write HOST:PORT or [IPV6]:PORT")
     tls_cert: _File = Field(None, description="certificate chain of this node (PEM); write a path")
     tls_key: _File = Field(None, description="private key of tls_cert (PEM); write a path")
@@ -178,7 +194,7 @@ class Settings(BaseSettings):
         return self.data
 
     def socket_path(self) -> Path:
-        return self.socket or self.store_path() / "perdure.sock"
+        return self.socket or (self.state_dir or self.store_path()) / "perdure.sock"
 
     def tls_files(self) -> TlsFiles | None:
         if self.tls_cert is None or self.tls_key is None or self.tls_ca is None:
@@ -261,7 +277,8 @@ def _describe(error: Any, origins: dict[str, str]) -> str:
     key = str(error["loc"][0])
     problem = error["msg"].removeprefix("Value error, ")
     hint = (Settings.model_fields[key].description or "").rpartition("; ")[2]
-    return f"{key}={error['input']!r} (from {origins[key]}): {problem}; {hint}"
+    value = masked(str(error["input"])) if key == "catalog" else error["input"]
+    return f"{key}={value!r} (from {origins[key]}): {problem}; {hint}"
 
 
 def _check_reach(settings: Settings, origins: dict[str, str]) -> None:

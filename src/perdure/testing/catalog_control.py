@@ -148,6 +148,19 @@ class ControlStoreConformance:
         state = control.segments()[1].state
         assert isinstance(state, SegmentState)
 
+    def test_segments_change_by_compare_and_set(self, control: ControlStore) -> None:
+        made, sealed = make_segment(7), make_segment(7, state=SegmentState.SEALED, sealed_bytes=9)
+        assert not control.swap_segment(sealed, made)
+        assert control.segments() == []
+        assert control.swap_segment(None, made)
+        assert not control.swap_segment(make_segment(7, records=3), sealed)
+        assert control.swap_segment(made, sealed)
+        assert not control.swap_segment(None, made)
+        assert control.get_segment(made.segment) == sealed
+        control.delete_segment(made.segment)
+        assert not control.swap_segment(sealed, replace(sealed, state=SegmentState.DRAINING))
+        assert control.segments() == []
+
     @pytest.mark.parametrize(
         "fields", [{"segment": b"short"}, {"owner": b""}, {"retention": 256}, {"records": -1}, {"created_s": 2**64}]
     )
