@@ -18,6 +18,7 @@ from perdure import Seams, limits, session_heads
 from perdure.cli import main
 from perdure.clock import FakeClock
 from perdure.errors import ReadOnlyStore
+from perdure.session import SessionVerbs
 from perdure.session_form import Head, encode_head
 from perdure.testing.sessions import SessionConformance
 from perdure.testing.store import FOUND, chain, keyspace, read, write
@@ -43,6 +44,32 @@ class TestServed(SessionConformance):
 class TestServedByTcp(TestServed):
     def make_store(self, directory: Path, **options: Any) -> Any:
         return ServedStore(directory, tcp=True, **options)
+
+
+class Room(SessionVerbs):
+    """Has everything, and memory for so many blocks."""
+
+    def __init__(self, blocks: int):
+        self.left, self.asked = blocks, []
+
+    def wall(self) -> float:
+        return 1000.0
+
+    def lookup(self, keys: Any) -> int:
+        return len(keys)
+
+    def prefetch(self, keys: Any, *, needed_by: float | None = None) -> int:
+        self.asked.append((len(keys), needed_by))
+        taken = min(len(keys), self.left)
+        self.left -= taken
+        return taken
+
+
+def test_looking_ahead_ends_where_memory_ends_and_knows_when_each_request_starts() -> None:
+    keys = np.zeros((5, 32), np.uint8)
+    room = Room(12)
+    assert room.look_ahead([keys, keys, keys, keys], request_s=0.5) == 2
+    assert room.asked == [(5, 1000.0), (5, 1000.5), (5, 1001.0)], "the fourth would be brought before all of the third"
 
 
 def test_a_session_survives_the_death_of_its_service(tmp_path: Path) -> None:
