@@ -126,7 +126,9 @@ def test_it_survives_a_restart_and_so_does_its_end(tmp_path: Path, encryption: s
         for name in ("rules", "gone"):
             store.publish(acme.digest, tokens(1, 3), name=name)
         store.unpublish("gone")
-    raw = b"".join(path.read_bytes() for path in tmp_path.glob("catalog/**/*") if path.is_file())
+    raw = b"".join(
+        path.read_bytes() for path in tmp_path.glob("**/*") if path.is_file() and "segments" not in path.parts
+    )
     assert (tokens(1, 3).tobytes().hex().encode() in raw) == (encryption == "off")
     with opened(tmp_path) as store:
         globex = keyspace(store, tenant="globex")
@@ -149,7 +151,8 @@ def test_the_copy_does_not_need_the_tenants_key(tmp_path: Path) -> None:
         store.publish(acme.digest, tokens(1, 3), name="rules")
         assert store.core.segments.keys is not None
         store.core.segments.keys.destroy_tenant(acme.tenant_id)
-        assert got(acme, 1, keys) == [MISSING] * 3 or True
+        acme.reads_published = False
+        assert got(acme, 1, keys) == [MISSING] * 3
         assert got(globex, 1, keys) == [FOUND] * 3
 
 
@@ -198,9 +201,10 @@ def test_what_cannot_be_published(tmp_path: Path) -> None:
             store.publish(acme.digest, tokens(1, 2), name="rules")
         with pytest.raises(InvalidArgument, match="nothing is published"):
             store.unpublish("other")
-    with opened(tmp_path, read_only=True) as store, pytest.raises(ReadOnlyStore):
+    with opened(tmp_path, read_only=True) as store:
         assert [one["present"] for one in store.published()] == [1]
-        store.unpublish("rules")
+        with pytest.raises(ReadOnlyStore):
+            store.unpublish("rules")
 
 
 def test_without_a_record_nothing_is_published(tmp_path: Path) -> None:

@@ -1,5 +1,5 @@
-"""`perdure publish`, `unpublish`, `published`: prefixes of one tenant that others may read. Asks the service of a store if
-one runs, else opens the store.
+"""`perdure publish`, `unpublish`, `published`: prefixes of one tenant that others may read. Asks the service of a store
+if one runs, else opens the store.
 
 Exit status as in `cli`: 0 fine, 2 the command could not be carried out.
 """

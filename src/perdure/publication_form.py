@@ -26,7 +26,7 @@ Fields = dict[str, Any]
 
 @dataclass(slots=True, eq=False)
 class Publication:
-    """number: of this process. entry: as kept. seed: tokens or hashes, and with them names, once they are known here."""
+    """number: of this process. entry: as kept. seed: tokens or hashes, and so names, once known here."""
 
     number: int
     id: bytes

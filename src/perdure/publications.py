@@ -250,14 +250,6 @@ class Publications:
         self._end(one)
         return told
 
-    def end_of(self, tenant: str) -> int:
-        """All that is published of a tenant, or was: how many. Raises as `unpublish`."""
-        found = [one for one in list(self._all.values()) if one.entry["tenant"] == tenant]
-        for one in found:
-            self._set(one, state=ENDED)
-            self._end(one)
-        return len(found)
-
     def _end(self, one: Publication) -> None:
         """Records first: without the seed, which ends with the key, nobody knows their names. Idempotent.
 

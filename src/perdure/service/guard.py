@@ -336,8 +336,8 @@ class Guard:
         q.fields = q.fields | {"tenant": tenant}
 
     def _publication(self, peer: Peer, q: m.Publication) -> None:
-        """Publishing: who may for the tenant, on its terms. Its end: also the service's operator, whatever the terms say
-        by now. A list: who may see the status, else of what concerns one's tenants. Raises AccessDenied."""
+        """Publishing: who may for the tenant, on its terms. Its end: also the service's operator, whatever the terms
+        say by now. A list: who may see the status, else of what concerns one's tenants. Raises AccessDenied."""
         who, published = peer.principal, self._core.publications
         assert who is not None
         if q.verb == "published":
