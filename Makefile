@@ -18,7 +18,7 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 export HF_HUB_OFFLINE := 1
 
 .PHONY: help setup tools demo test lint format bench bench-peers bench-service bench-storm bench-policy bench-sessions
-.PHONY: setup-engines test-engines demo-vllm bench-engines constraints constraints-vllm clean
+.PHONY: cluster-up cluster-down setup-engines test-engines demo-vllm bench-engines constraints constraints-vllm clean
 
 help:
 	@echo 'make demo         restore, continue and fork a real model'"'"'s context after kill -9 (a few minutes)'
@@ -34,7 +34,9 @@ help:
 	@echo 'make demo-vllm    two vLLM servers, one killed in mid-conversation; in an environment of its own (.venv-vllm)'
 	@echo 'make test-engines the tests that need vLLM; PYTEST_ARGS is passed on'
 	@echo 'make bench-engines  time to the first token through vLLM, from memory, disk and another node'
-	@echo 'make tools        optional system packages (fio, loop mounts); as root through apt-get'
+	@echo 'make cluster-up   a Valkey Cluster and three services on one directory (.cluster), all on this machine'
+	@echo 'make cluster-down stop them; .cluster keeps what they have stored'
+	@echo 'make tools        optional system packages (fio, loop mounts, network namespaces); as root through apt-get'
 	@echo 'make constraints  resolve the development environment anew and pin it'
 	@echo 'make clean        remove everything that make made'
 
@@ -83,6 +85,8 @@ tools:
 	command -v fio >/dev/null || missing+=' fio'; \
 	command -v mkfs.ext4 >/dev/null || missing+=' e2fsprogs'; \
 	command -v losetup >/dev/null || missing+=' mount'; \
+	command -v ip >/dev/null || missing+=' iproute2'; \
+	command -v nft >/dev/null || missing+=' nftables'; \
 	if [ -z "$$missing" ]; then exit 0; fi; \
 	if [ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null; then \
 	  echo "== installing$$missing"; \
@@ -94,6 +98,12 @@ tools:
 
 demo: $(READY)
 	@$(VENV)/bin/perdure demo .demo
+
+cluster-up: $(READY)
+	@PYTHON=$(PY) deploy/cluster/cluster up .cluster
+
+cluster-down: $(READY)
+	@PYTHON=$(PY) deploy/cluster/cluster down .cluster
 
 test: $(READY)
 	@$(PY) -m pytest $(PYTEST_ARGS)
@@ -156,5 +166,5 @@ constraints-vllm:
 	@git --no-pager diff --stat -- constraints-vllm.txt
 
 clean:
-	rm -rf '$(VENV)' '$(VLLM_VENV)' .demo .demo-vllm .build build dist src/*.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf '$(VENV)' '$(VLLM_VENV)' .demo .demo-vllm .demo-cluster .cluster .build build dist src/*.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find src tests benchmarks -name __pycache__ -prune -exec rm -rf {} +
