@@ -18,7 +18,7 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 export HF_HUB_OFFLINE := 1
 
 .PHONY: help setup tools demo test lint format bench bench-peers bench-service bench-storm bench-policy bench-sessions
-.PHONY: cluster-up cluster-down setup-engines test-engines demo-vllm bench-engines constraints constraints-vllm clean
+.PHONY: demo-cluster cluster-up cluster-down setup-engines test-engines demo-vllm bench-engines constraints constraints-vllm clean
 
 help:
 	@echo 'make demo         restore, continue and fork a real model'"'"'s context after kill -9 (a few minutes)'
@@ -34,6 +34,7 @@ help:
 	@echo 'make demo-vllm    two vLLM servers, one killed in mid-conversation; in an environment of its own (.venv-vllm)'
 	@echo 'make test-engines the tests that need vLLM; PYTEST_ARGS is passed on'
 	@echo 'make bench-engines  time to the first token through vLLM, from memory, disk and another node'
+	@echo 'make demo-cluster three hosts (as root): compute on one, kill it, go on on the second, fork on the third'
 	@echo 'make cluster-up   a Valkey Cluster and three services on one directory (.cluster), all on this machine'
 	@echo 'make cluster-down stop them; .cluster keeps what they have stored'
 	@echo 'make tools        optional system packages (fio, loop mounts, network namespaces); as root through apt-get'
@@ -98,6 +99,9 @@ tools:
 
 demo: $(READY)
 	@$(VENV)/bin/perdure demo .demo
+
+demo-cluster: $(READY) tools
+	@$(VENV)/bin/perdure demo-cluster .demo-cluster
 
 cluster-up: $(READY)
 	@PYTHON=$(PY) deploy/cluster/cluster up .cluster

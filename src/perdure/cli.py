@@ -295,6 +295,16 @@ def demo_vllm(directory: Path, setup_s: float | None, as_json: bool) -> None:
     sys.exit(demonstration.run_vllm(directory, json=as_json, setup_s=setup_s))
 
 
+@main.command("demo-cluster")
+@click.argument("directory", metavar="DIR", type=_DIRECTORY)
+@_JSON
+def demo_cluster(directory: Path, as_json: bool) -> None:
+    """Three hosts, one directory: prefill on one, kill it, go on with its session on another, fork on the third."""
+    from perdure import demo as demonstration
+
+    sys.exit(demonstration.run_cluster(directory, json=as_json))
+
+
 for _command in (
     *cli_service.COMMANDS,
     cli_sessions.sessions,
