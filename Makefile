@@ -18,7 +18,7 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 export HF_HUB_OFFLINE := 1
 
 .PHONY: help setup tools demo test lint format bench bench-peers bench-service bench-storm bench-policy bench-sessions
-.PHONY: demo-cluster cluster-up cluster-down setup-engines test-engines demo-vllm bench-engines constraints constraints-vllm clean
+.PHONY: bench-cluster demo-cluster cluster-up cluster-down setup-engines test-engines demo-vllm bench-engines constraints constraints-vllm clean
 
 help:
 	@echo 'make demo         restore, continue and fork a real model'"'"'s context after kill -9 (a few minutes)'
@@ -31,6 +31,7 @@ help:
 	@echo 'make bench-storm  many who want the same prefix at once; a service that is killed under load'
 	@echo 'make bench-policy hit rates and flash writes on replayed traces (PERDURE_TRACES=DIR for the public ones)'
 	@echo 'make bench-sessions  1 to 1,000 sessions on one service, beside an ideal queue'
+	@echo 'make bench-cluster  1 to 8 services on one directory and a Valkey Cluster'
 	@echo 'make demo-vllm    two vLLM servers, one killed in mid-conversation; in an environment of its own (.venv-vllm)'
 	@echo 'make test-engines the tests that need vLLM; PYTEST_ARGS is passed on'
 	@echo 'make bench-engines  time to the first token through vLLM, from memory, disk and another node'
@@ -138,6 +139,9 @@ bench-policy: $(READY)
 
 bench-sessions: $(READY)
 	@$(VENV)/bin/perdure bench sessions $(BENCH_ARGS)
+
+bench-cluster: $(READY)
+	@$(VENV)/bin/perdure bench cluster $(BENCH_ARGS)
 
 # Timed from here, so that the time to set up shows too.
 demo-vllm:

@@ -254,6 +254,16 @@ def bench_governance(directory: Path, quick: bool, as_json: bool) -> None:
     _print_report(governance.run(directory, quick=quick, json=as_json), as_json)
 
 
+@bench.command("cluster")
+@_bench_options
+def bench_cluster(directory: Path, quick: bool, as_json: bool) -> None:
+    """1 to 8 services on one directory and a Valkey Cluster: lookups, restores, visibility, a prefix for 16 hosts."""
+    from perdure.benchmarks import cluster
+
+    directory.mkdir(parents=True, exist_ok=True)
+    _print_report(cluster.run(directory, quick=quick, json=as_json), as_json)
+
+
 @bench.command("engines")
 @_bench_options
 @click.option("--section", "sections", multiple=True, help="Only this section; may be repeated.")
