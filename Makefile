@@ -18,7 +18,8 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 export HF_HUB_OFFLINE := 1
 
 .PHONY: help setup tools demo test lint format bench bench-peers bench-service bench-storm bench-policy bench-sessions
-.PHONY: bench-cluster demo-cluster cluster-up cluster-down setup-engines test-engines demo-vllm bench-engines constraints constraints-vllm clean
+.PHONY: bench-cluster demo-cluster cluster-up cluster-down setup-engines test-engines demo-vllm bench-engines
+.PHONY: constraints constraints-vllm clean
 
 help:
 	@echo 'make demo         restore, continue and fork a real model'"'"'s context after kill -9 (a few minutes)'
