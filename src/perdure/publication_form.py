@@ -79,8 +79,10 @@ def text_of(f: Fields, name: str) -> str:
 
 def readers_of(f: Fields) -> list[str]:
     readers = f.get("readers")
-    if not isinstance(readers, list) or not 0 < len(readers) <= limits.publication_readers_max:
-        raise InvalidArgument(f"readers={readers!r}: must be 1 to {limits.publication_readers_max} tenants, or *")
+    if not isinstance(readers, list) or not 0 < len(readers) <= limits.publication_readers_entries_max:
+        raise InvalidArgument(
+            f"readers={readers!r}: must be 1 to {limits.publication_readers_entries_max} tenants, or *"
+        )
     for one in readers:
         naming.tenant_secret(b"", one)  # checks the name
     return sorted({*readers})

@@ -183,8 +183,8 @@ class Publications:
         with self._lock:
             if self._named(entry["name"]) is not None:
                 raise InvalidArgument(f"{entry['name']!r} is published already; unpublish it first, or choose a name")
-            if len(self._all) >= limits.publications_max:
-                raise InvalidArgument(f"{limits.publications_max} prefixes are published; unpublish some")
+            if len(self._all) >= limits.publications_entries_max:
+                raise InvalidArgument(f"{limits.publications_entries_max} prefixes are published; unpublish some")
             made, raw = secrets.token_bytes(limits.id_bytes), json.dumps(entry).encode()
             if not self._core.control.compare_and_set(_NAMESPACE, made, None, raw):
                 raise CatalogError("the publication could not be remembered; try again")
