@@ -367,7 +367,7 @@ def open(path: str | os.PathLike[str], **options: Any) -> Store:  # noqa: A001 (
     audit: "on": keep an audit log in DIR/audit; "reads": and let no engine read memory unseen; "off"; "auto": as last
     time, at first off.
     encryption: of new segments: "on", "off", "tenants:NAME,NAME"; "auto": as last time, at first off. kek: what wraps
-    their keys: "" (a file in DIR/keystore), "file:PATH", "vault:URL#KEY".
+    their keys: "" (a file in DIR/keystore), "file:PATH", "vault:URL#KEY", "pkcs11:URI".
     state: with `catalog`: local directory for what only this process may use (a lock); DIR if not given. Processes that
     share DIR, on one host or many, need one each.
     seams: clock, files, engine and catalog wrappers, for tests and benchmarks.
