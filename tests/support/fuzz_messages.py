@@ -85,7 +85,7 @@ def questions(rng: random.Random, client: bytes = b"t" * 16) -> list[m.Message]:
             "keyspace": keys[:32], "tokens": rng.randbytes(64), "name": rng.choice(TEXTS), "readers": ["*"],
             "ttl_s": rng.choice(FLOATS), "hashes": None,
         }),
-        m.Sync(number), m.Exchange(number, rng.choice(TEXTS), rng.choice(TEXTS), ["read"]),
+        m.Reload(number), m.Sync(number), m.Exchange(number, rng.choice(TEXTS), rng.choice(TEXTS), ["read"]),
         m.SessionAsk(number, rng.choice((space, -1)), rng.choice(VERBS), {
             "name": rng.choice(TEXTS), "keys": keys, "at": rng.randrange(3), "ttl_s": rng.choice(FLOATS), "in_s": 0.0,
             "start": rng.choice(NUMBERS), "new_name": "y", "token": rng.randbytes(72), "create": True, "after": b"",

@@ -53,7 +53,19 @@ class Waiting:
 Reply = tuple[m.Message | Waiting, list[int]]
 
 READING = (m.Fetch, m.Read, m.Explain, m.ExplainPrefix, m.Settled)
-WRITING = (m.Write, m.Sync, m.Reserve, m.EndLease, m.Pin, m.Unpin, m.OpenSpace, m.Region, m.SessionAsk, m.Publication)
+WRITING = (
+    m.Write,
+    m.Sync,
+    m.Reserve,
+    m.EndLease,
+    m.Pin,
+    m.Unpin,
+    m.OpenSpace,
+    m.Region,
+    m.SessionAsk,
+    m.Publication,
+    m.Reload,
+)
 """Questions that may wait for the disk; all others are answered at once."""
 
 
@@ -71,7 +83,7 @@ class Verbs:
             m.Follow: self._follow, m.EndLease: self._end_lease, m.Pin: self._pin, m.Unpin: self._unpin,
             m.Hint: self._hint, m.Advise: self._advise, m.Status: self._tell_status, m.Explain: self._explain,
             m.ExplainPrefix: self._explain_prefix, m.Sync: self._sync, m.SessionAsk: self._session,
-            m.Exchange: self._exchange, m.Publication: self._publication,
+            m.Exchange: self._exchange, m.Publication: self._publication, m.Reload: self._reload,
         }  # fmt: skip
 
     def answer(self, peer: Peer, question: Any, fds: list[int]) -> Reply:
@@ -231,6 +243,11 @@ class Verbs:
         if self._guard is None:
             raise AccessDenied("publishing is policy's to allow: serve with one (--policy), or stop the service for it")
         return m.Document(q.id, self._store.publication_ask(q.verb, q.fields)), []
+
+    def _reload(self, peer: Peer, q: m.Reload) -> Reply:
+        if self._guard is None:
+            raise AccessDenied("this service has no policy to read anew; start it with --policy")
+        return m.Document(q.id, self._guard.reload()), []
 
     def _sync(self, peer: Peer, q: m.Sync) -> Reply:
         self._store.sync()
