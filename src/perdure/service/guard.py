@@ -19,7 +19,6 @@ from pathlib import Path
 from typing import Any, Final
 
 import msgspec
-import numpy as np
 
 from perdure import limits
 from perdure.errors import AccessDenied
@@ -30,15 +29,15 @@ from perdure.governance.identity import Authority, Capability, Tokens, granted
 from perdure.governance.policy import SPACE_ACTIONS, Policies, Where
 from perdure.governance.principals import Principal
 from perdure.governance.shares import Shares
-from perdure.governance.terms import NARROW, Document
+from perdure.governance.terms import Document
 from perdure.service import adopting
 from perdure.service import messages as m
 from perdure.service.fields import keys_of, lease_of
 from perdure.service.peers import Peer
 from perdure.service.quotas import Quotas
 from perdure.service.regions import lies_in_memory
-from perdure.service.shown import OTHER, Owners, denial, own_block, own_status
-from perdure.service.verbs import Reply, Waiting
+from perdure.service.shown import OTHER, Owners, denial, shown
+from perdure.service.verbs import Reply
 from perdure.store import Store
 
 FREE: Final = (m.Release, m.Settled, m.Unregister, m.Unpin, m.OpenSpace, m.Exchange, m.Status, m.Explain)
@@ -247,7 +246,9 @@ class Guard:
             return refused, []
         with self.entered(peer, question):
             reply, fds = answer()
-        return self._shown(peer, question, reply), fds
+        if isinstance(question, m.Pin) and isinstance(reply, m.Made):
+            self.quotas.pinned(peer, peer.openings[question.space].document.tenant, reply.number)
+        return shown(self.policies, self._owners, peer, question, reply), fds
 
     @contextmanager
     def entered(self, peer: Peer, question: Any) -> Iterator[None]:
@@ -421,36 +422,3 @@ class Guard:
         decided = self.policies.decide(who, "", action)
         if not decided.allowed:
             raise AccessDenied(f"{action}: {decided.why}")
-
-    # --- answers
-    def _shown(self, peer: Peer, q: Any, reply: m.Message | Waiting) -> m.Message | Waiting:
-        """The answer without what is other tenants'."""
-        if isinstance(q, m.Status | m.Explain):
-            who = peer.principal
-            assert who is not None
-            action = "status" if isinstance(q, m.Status) else "explain"
-            if isinstance(reply, m.Document) and not self.policies.decide(who, "", action).allowed:
-                mine = {space.tenant for space in peer.spaces} | set(who.tenants)
-                reply.content = own_status(reply.content, mine) if action == "status" else own_block(peer, reply)
-            return reply
-        if isinstance(q, m.ExplainPrefix) and isinstance(reply, m.Document):
-            narrow = peer.openings[q.space].document.scope in NARROW
-            elsewhere = [] if narrow else reply.content["elsewhere"]  # a digest is what names are made from
-            reply.content["elsewhere"] = [{key: one[key] for key in ("usable", "differs")} for one in elsewhere]
-        elif isinstance(q, m.Lookup | m.Follow):
-            keys, space = keys_of(q.keys), peer.space(q.space)
-            if isinstance(reply, m.Count):
-                reply.count = self._owners.prefix(keys[: reply.count], space)
-            elif isinstance(reply, Waiting):
-                return Waiting(
-                    reply.wish, reply.until, lambda found: m.Count(q.id, self._owners.prefix(keys[:found], space))
-                )
-        elif isinstance(q, m.Advise) and isinstance(reply, m.Advised):
-            if self._owners.prefix(keys_of(q.keys)[: reply.blocks], peer.space(q.space)) < reply.blocks:
-                return m.Advised(q.id, 0, 0.0, 0.0, "nothing of it is stored")
-        elif isinstance(q, m.Present) and isinstance(reply, m.Mask):
-            own = self._owners.readable(keys_of(q.keys), peer.space(q.space))
-            reply.mask = (np.frombuffer(reply.mask, np.bool_) & own).tobytes()
-        elif isinstance(q, m.Pin) and isinstance(reply, m.Made):
-            self.quotas.pinned(peer, peer.openings[q.space].document.tenant, reply.number)
-        return reply

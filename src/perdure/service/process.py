@@ -58,7 +58,8 @@ class ServerLike(Protocol):
 
     def status(self) -> dict[str, Any]: ...
 
-    def reload(self) -> None: ...
+    @property
+    def reload(self) -> Callable[[], Any]: ...
 
 
 def build_server(store: stores.Store, settings: Settings) -> ServerLike:
@@ -288,7 +289,7 @@ def _signals() -> Iterator[int]:
         os.close(wake)
 
 
-def _wait(wake: int, reload: Callable[[], None]) -> str:
+def _wait(wake: int, reload: Callable[[], Any]) -> str:
     """Until a signal that ends the service."""
     while True:
         count = int.from_bytes(os.read(wake, 8), sys.byteorder)  # goes on after an interruption, unlike eventfd_read

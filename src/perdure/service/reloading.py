@@ -13,7 +13,7 @@ from __future__ import annotations
 import logging
 import select
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, Final
 
 from perdure.errors import PerdureError, PolicyError, StorePathError
@@ -32,7 +32,7 @@ class Reloading:
     """Of one service. Thread-safe."""
 
     def __init__(
-        self, guard: Guard, doors: Doors, epoll: select.epoll, peers: Callable[[], list[Peer]],
+        self, guard: Guard, doors: Doors, epoll: select.epoll, peers: Mapping[bytes, Peer],
         cut: Callable[[Peer], None],
     ):  # fmt: skip
         self._guard, self._doors, self._epoll, self._peers, self._cut = guard, doors, epoll, peers, cut
@@ -57,7 +57,7 @@ class Reloading:
                 raise
             guard.adopt(new, tokens)
             self._doors.follow(new.principals.values(), opened, self._epoll)
-            lost = [peer for peer in self._peers() if not guard.renew(peer)]
+            lost = [peer for peer in list(self._peers.values()) if not guard.renew(peer)]
             for peer in lost:
                 self._cut(peer)
         _LOG.info("policy %s in force, %d clients disconnected", new.digest, len(lost))

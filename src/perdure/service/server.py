@@ -19,6 +19,7 @@ import select
 import socket
 import threading
 import time
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -104,8 +105,9 @@ class Server:
             for number in range(limits.service_threads)
         ] + [threading.Thread(target=target, name=f"perdure-{name}", daemon=True)
              for name, target in (("beat", self._beat), ("prefault", self._prefault))]  # fmt: skip
+        self.reload: Callable[[], Any] = dict  # the policy anew, where there is one
         if guard is not None:
-            guard.reload = Reloading(guard, self._doors, self._epoll, lambda: list(self._peers.values()), self._cut)
+            self.reload = guard.reload = Reloading(guard, self._doors, self._epoll, self._peers, self._cut)
         self._started = False
         self.metrics: Metrics | None = None  # set before `start`
 
@@ -148,16 +150,9 @@ class Server:
         self.core.pool.observe(None)
         self.domains.close()
 
-    def reload(self) -> None:
-        """The policy anew, where there is one. Raises PolicyError, StorePathError, AuditUnavailable, CatalogError."""
-        if self.guard is not None:
-            self.guard.reload()
-
     def status(self) -> dict[str, Any]:
         """JSON-able: the boot id, clients, memory, and the store's own status."""
-        with self._lock:
-            peers = list(self._peers.values())
-        clients = [peer.status() for peer in peers]
+        clients = [peer.status() for peer in list(self._peers.values())]
         return {
             "boot": self.boot.hex(),
             "pid": os.getpid(),
@@ -446,8 +441,7 @@ class Server:
         """False, and the connection is closed, if it does not take its answers, or is gone."""
         data = m.encode(answer)
         if len(data) > limits.message_bytes_max:
-            data = m.encode(failure(answer.id, ServiceBusy("the answer is longer than a message; ask for less")))
-            fds = []
+            data, fds = m.encode(failure(answer.id, ServiceBusy("the answer is longer than a message; ask less"))), []
         try:
             sockets.send(connection.sock, data, fds, socket.MSG_DONTWAIT)
         except OSError:

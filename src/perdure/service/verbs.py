@@ -23,11 +23,11 @@ from perdure.flight import Wish
 from perdure.governance.actor import acting
 from perdure.governance.audit import AuditLog, Event
 from perdure.keyspace import Keyspace
-from perdure.reports import ReadReport, WriteStatus
+from perdure.reports import ReadReport
 from perdure.segments.landing import BlockStatus
 from perdure.service import messages as m
 from perdure.service.domains import Domain, Domains
-from perdure.service.fields import NO_SLOT, extents_of, identity_of, keys_of, lease_of, pack_lease
+from perdure.service.fields import NO_SLOT, extents_of, identity_of, keys_of, lease_of, pack_lease, too_late
 from perdure.service.nixl_node import Far, Mover
 from perdure.service.peers import Peer, Ring, found_slots
 from perdure.service.regions import LentRegion, Region, register
@@ -108,7 +108,7 @@ class Verbs:
             if not left_s <= limits.deadline_s_max:
                 raise ProtocolError(f"until_s={question.until_s}: no reading of this host's clock")
             if left_s <= 0:
-                return _too_late(question), []
+                return too_late(question), []
             return handler(peer, question, left_s)
         return handler(peer, question)
 
@@ -437,14 +437,3 @@ def _wait_until(peer: Peer, q: m.Reserve | m.Follow) -> float:
 def fetch_bytes(store: Store) -> int:
     """What one fetch may bring."""
     return min(limits.fetch_bytes_max, store.core.pool.budget_bytes // 4)
-
-
-def _too_late(question: m.Fetch | m.Read | m.Write) -> m.Message:
-    """The answer to what was read after its deadline: nobody waits for it, and its memory may be in other use."""
-    count = len(keys_of(question.keys))
-    if isinstance(question, m.Write):
-        return m.Written(question.id, bytes([WriteStatus.LATE]) * count, 0, 0, {})
-    late = bytes([BlockStatus.LATE]) * count
-    if isinstance(question, m.Read):
-        return m.Delivered(question.id, late, 0, {}, 0)
-    return m.Fetched(question.id, late, np.full(count, NO_SLOT, np.uint64).tobytes(), 0, {}, [])
