@@ -55,6 +55,7 @@ LAYERS = [
         "cluster",
         "sharing",
         "advice",
+        "placement",
         "core",
         "directory",
         "encoding",

@@ -358,7 +358,7 @@ class Guard:
                     reply.wish, reply.until, lambda found: m.Count(q.id, self._owners.prefix(keys[:found], tenant_id))
                 )
         elif isinstance(q, m.Advise) and isinstance(reply, m.Advised):
-            if self._owners.prefix(keys_of(q.keys)[: reply.blocks], peer.space(q.space).tenant_id) < reply.blocks:
+            if self._owners.prefix(keys_of(q.keys)[: reply.stored], peer.space(q.space).tenant_id) < reply.stored:
                 return m.Advised(q.id, 0, 0.0, 0.0, "nothing of it is stored")
         elif isinstance(q, m.Present) and isinstance(reply, m.Mask):
             own = self._owners.of(keys_of(q.keys), peer.space(q.space).tenant_id) == MINE
