@@ -81,6 +81,10 @@ def questions(rng: random.Random, client: bytes = b"t" * 16) -> list[m.Message]:
         m.Unpin(number, rng.randrange(6)), m.Hint(number, space, keys),
         m.Advise(number, space, keys, 1000.0, rng.choice((None, 0.1))),
         m.Status(number), m.Explain(number, keys[:32]), m.ExplainPrefix(number, space, rng.randbytes(64)),
+        m.Publication(number, rng.choice(("publish", "unpublish", "published", "x")), {
+            "keyspace": keys[:32], "tokens": rng.randbytes(64), "name": rng.choice(TEXTS), "readers": ["*"],
+            "ttl_s": rng.choice(FLOATS), "hashes": None,
+        }),
         m.Sync(number), m.Exchange(number, rng.choice(TEXTS), rng.choice(TEXTS), ["read"]),
         m.SessionAsk(number, rng.choice((space, -1)), rng.choice(VERBS), {
             "name": rng.choice(TEXTS), "keys": keys, "at": rng.randrange(3), "ttl_s": rng.choice(FLOATS), "in_s": 0.0,

@@ -93,8 +93,10 @@ class RemoteKeyspace(RemoteReads, SessionVerbs):
         array = naming.check_keys(keys)
         found = 0
         try:
-            maps = self._maps(self.begin())
+            call = self.begin()
+            maps = self._maps(call)
             found, sure = (0, False) if maps is None else maps.prefix(array)
+            sure = sure and not self._open(call.run, call.until).published
             while found < len(array) and not sure:
                 part = array[found : found + limits.message_keys_max]
                 more = self._question(m.Lookup, part.tobytes()).count
