@@ -203,7 +203,7 @@ def test_three_hosts_and_all_nemeses(tmp_path: Path, seed: int, capsys: pytest.C
     for process in range(3):  # each host did all kinds of work
         mine = [event for event in outcome.events if event.process.startswith(f"history-{process}.")]
         assert {event.op for event in mine if event.outcome == DONE} >= {PUT, GET, REMOVE, CAS, LOOK, FENCE}
-    assert any(event.op == EVICT and event.outcome == DONE for event in outcome.events)  # the store was full
+    assert outcome.told["put refused"] > 0  # the store was full
 
 
 @pytest.mark.parametrize("seed", [pytest.param(SEED, marks=on_hosts)])

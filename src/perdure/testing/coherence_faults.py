@@ -31,7 +31,7 @@ _SLOW_S: Final = 0.1
 _STALE_SHARE: Final = 0.5
 _STALE_OPS: Final = ("open", "read", "preadv")
 _FULL_OPS: Final = ("create", "allocate", "pwritev", "write_once")
-_FORGOTTEN_SHARE: Final = 0.1
+_FORGOTTEN_SHARE: Final = 0.5
 
 
 class Weather:
@@ -83,7 +83,7 @@ class _Around:
 
 
 class _ForgetfulIndex(_Around):
-    """Now and then it publishes nothing and says that it did."""
+    """Half of the time it publishes nothing and says that it did."""
 
     def publish(self, keys: Any, *rest: Any, **options: Any) -> Any:
         if random.random() < _FORGOTTEN_SHARE:

@@ -40,7 +40,7 @@ _NETWORK: Final = "10.209.0"
 _END_S: Final = 10.0
 _PROOF_DATAGRAMS: Final = 5
 _PROOF_PORT: Final = 5000
-_PROOF_S: Final = 10.0
+_PROOF_S: Final = 3.0
 _TABLE: Final = "perdure"
 _SBIN: Final = "/usr/sbin:/sbin"
 
