@@ -26,7 +26,7 @@ from perdure.cli import main
 from perdure.errors import AccessDenied, AuditUnavailable, PolicyError, StorePathError
 from perdure.governance import audit_look
 from perdure.governance.audit import Event
-from perdure.testing.store import FOUND, MISSING, REJECTED, STORED, chain, keyspace, read, write
+from perdure.testing.store import DENIED, FOUND, MISSING, REJECTED, STORED, chain, keyspace, read, write
 
 NO_PINS = '@id("no-pins")\nforbid (principal, action == Perdure::Action::"pin", resource);'
 NO_WRITES = '@id("no-writes")\nforbid (principal, action == Perdure::Action::"write", resource);'

@@ -56,6 +56,7 @@ LAYERS = [
         "sharing",
         "advice",
         "aliases",
+        "placement",
         "core",
         "directory",
         "encoding",

@@ -102,7 +102,7 @@ def answers(rng: random.Random) -> list[m.Message]:
         m.Fetched(7, b"\0", rng.randbytes(8), 1, {0: "x"}, [1]), m.Delivered(8, b"\0", 1, {3: "y"}, 0),
         m.Written(9, b"\0", 1, 4096, {0: "z"}), m.Made(10, 1, 4096), m.Leased(11, lease), m.Leased(12, None),
         m.Granted(17, rng.randbytes(40), "t", ["read"], 1.0), m.Answered(13, True),
-        m.Advised(14, 1, 0.1, 0.2, "r"), m.Document(15, {"a": [1, {"b": None}]}),
+        m.Advised(14, 1, 0.1, 0.2, "r", 2, 1), m.Document(15, {"a": [1, {"b": None}]}),
         m.Failed(16, rng.choice(("InvalidArgument", "KeyError", "__doc__", "PerdureError", "annotations", "")), "no"),
         m.Retired(17, b"t" * 16),
     ]  # fmt: skip

@@ -379,6 +379,8 @@ class Advised(Message):
     load_s: float
     recompute_s: float
     reason: str
+    stored: int = 0
+    in_memory: int = 0
 
 
 class Document(Message):

@@ -127,7 +127,7 @@ class RemoteReads:
         )
         if known is not None and known[1].digest != opened.digest:
             raise AccessDenied(
-                f"{self._store.where}: the blocks have other names now (another store, or policy); open the keyspace again"
+                f"{self._store.where}: its blocks have other names now (another store, or policy); open it again"
             )
         self._opened = (run, opened)
         return opened

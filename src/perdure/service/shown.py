@@ -124,7 +124,7 @@ def shown(policies: Policies, owners: Owners, peer: Peer, q: Any, reply: m.Messa
         elif isinstance(reply, Waiting):
             return Waiting(reply.wish, reply.until, lambda found: m.Count(q.id, owners.prefix(keys[:found], space)))
     elif isinstance(q, m.Advise) and isinstance(reply, m.Advised):
-        if owners.prefix(keys_of(q.keys)[: reply.blocks], peer.space(q.space)) < reply.blocks:
+        if owners.prefix(keys_of(q.keys)[: reply.stored], peer.space(q.space)) < reply.stored:
             return m.Advised(q.id, 0, 0.0, 0.0, "nothing of it is stored")
     elif isinstance(q, m.Present) and isinstance(reply, m.Mask):
         own = owners.readable(keys_of(q.keys), peer.space(q.space))

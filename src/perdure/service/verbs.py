@@ -217,7 +217,7 @@ class Verbs:
         a = peer.space(q.space).advise(
             keys_of(q.keys), prefill_tokens_per_s=q.prefill_tokens_per_s, deadline_s=q.deadline_s
         )
-        return m.Advised(q.id, a.blocks, a.load_s, a.recompute_s, a.reason), []
+        return m.Advised(q.id, a.blocks, a.load_s, a.recompute_s, a.reason, a.stored, a.in_memory), []
 
     def _tell_status(self, peer: Peer, q: m.Status) -> Reply:
         status = self._status()
