@@ -66,6 +66,7 @@ class Keeper:
             complete = self.attempt(self.pin_sessions) and complete
             if complete:
                 if not self._stop.is_set():
+                    self._core.erasures.go_on()
                     self.ready.set()
                 return
             self._stop.wait(wait_s)
@@ -121,6 +122,8 @@ class Keeper:
             return record.state is SegmentState.OPEN and record.owner == core.sharing.owner
 
         for segment, keys, records in core.recovery.entries_of_all(left_out, note):
+            stays = ~(core.tenants.passed(records) | core.tenants.buried(keys))
+            keys, records = keys[stays], records[stays]
             order = np.argsort(keys.view("S32").ravel(), kind="stable")
             core.index.load(iter([(keys[order], records[order])]))
             core.waiters.published(keys)

@@ -19,7 +19,7 @@ import hmac
 import os
 import struct
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from typing import Final
 
 import numpy as np
@@ -320,11 +320,11 @@ class Sessions:
 
     # --- heads
     def _key(self, scope: Scope, name: str) -> bytes:
-        secret = naming.tenant_secret(self._core.root_secret, scope.tenant)
+        secret, _ = self._core.tenants.secret(scope.tenant)
         return scope.tenant_id + naming.derive(secret, "perdure/1/session", scope.keyspace + name.encode())
 
     def _mac(self, scope: Scope, body: bytes) -> bytes:
-        secret = naming.tenant_secret(self._core.root_secret, scope.tenant)
+        secret, _ = self._core.tenants.secret(scope.tenant)
         return naming.derive(secret, "perdure/1/handoff", scope.keyspace + body)[:_MAC_BYTES]
 
     def _now(self) -> int:
@@ -424,6 +424,15 @@ class Sessions:
         now = self._core.expiry_now()
         for key, raw in self._core.control.items(NAMESPACE) if now else ():
             if 0 < form.decode_head(raw).expires_s <= now:
+                self._core.control.compare_and_set(NAMESPACE, key, raw, None)
+                self._unpin(key)
+
+    def forget(self, tenant_id: bytes, spaces: Collection[bytes]) -> None:
+        """The tenant was erased: heads of other keyspaces than these."""
+        for key, raw in self._core.control.items(NAMESPACE, tenant_id):
+            if key[: limits.id_bytes] != tenant_id:
+                return
+            if form.decode_head(raw).keyspace not in spaces:
                 self._core.control.compare_and_set(NAMESPACE, key, raw, None)
                 self._unpin(key)
 
