@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import shutil
 import threading
@@ -10,14 +11,21 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from click.testing import CliRunner
 from support import blocks as data
 from support.blocks import FOUND, MISSING
+from support.policies import policy_directory
+from support.served import serving
 
 import perdure
 from perdure import Keyspace, Store
-from perdure.errors import AuditUnavailable, Erased, InvalidArgument
+from perdure.cli import main
+from perdure.errors import AccessDenied, AuditUnavailable, Erased, InvalidArgument
 from perdure.governance import audit_look
 from perdure.governance.checkpoint import Verifier
+from perdure.testing.store import chain as client_chain
+from perdure.testing.store import keyspace as client_keyspace
+from perdure.testing.store import read, write
 
 WAIT_S = 60.0
 CAPACITY = 64 << 20
@@ -177,6 +185,115 @@ def test_copies_in_the_garbage_of_a_segment_go_too(tmp_path: Path) -> None:
         erased(store, tenant="acme", blocks=[keys[0].tobytes()])
         assert on_disk(store, keys[:1]) == []
         assert statuses(space, keys) == [MISSING, FOUND, FOUND, FOUND]
+
+
+# --- sessions and subjects
+def test_a_session_goes_with_its_blocks(tmp_path: Path, encryption: str) -> None:
+    with closing(opened(tmp_path / "s", encryption=encryption)) as store:
+        one, two, three = fill(store)
+        space = data.keyspace(store)
+        for name, keys in (("a", one), ("b", two)):
+            assert space.session(name).extend(keys)
+        erased(store, tenant="acme", session="a")
+        assert space.find_session("a") is None
+        assert space.find_session("b") is not None
+        assert [statuses(space, keys) for keys in (one, two, three)] == [[MISSING] * 4, [FOUND] * 4, [FOUND] * 4]
+        assert on_disk(store, one) == []
+        with pytest.raises(InvalidArgument, match="nothing of the session 'a'"):
+            store.erase(tenant="acme", session="a")
+
+
+def test_a_subject_goes_with_all_its_sessions(tmp_path: Path) -> None:
+    with closing(opened(tmp_path / "s")) as store:
+        one, two, three = fill(store)
+        space = data.keyspace(store)
+        for name, keys, subject in (("a", one, "user-7"), ("b", two, "user-7"), ("c", three, "user-8")):
+            assert space.session(name, subject=subject).extend(keys)
+        assert space.find_session("a").branch("a/tool")  # type: ignore[union-attr]
+        assert not any(b"user-7" in path.read_bytes() for path in (tmp_path / "s").rglob("*") if path.is_file())
+        erased(store, tenant="acme", subject="user-7")
+        assert [one["name"] for one in store.sessions("acme")] == ["c"]
+        assert [statuses(space, keys) for keys in (one, two, three)] == [[MISSING] * 4, [MISSING] * 4, [FOUND] * 4]
+        assert not any(b"user-7" in path.read_bytes() for path in (tmp_path / "s").rglob("*") if path.is_file())
+
+
+def test_sessions_of_an_erased_tenant_are_over(tmp_path: Path) -> None:
+    with closing(opened(tmp_path / "s")) as store:
+        keys = fill(store)[0]
+        old = data.keyspace(store)
+        session = old.session("a")
+        assert session.extend(keys)
+        other = data.keyspace(store, tenant="globex").session("a")
+        told = store.erase(tenant="acme")
+        assert session.handoff().outcome == "rejected"
+        assert len(session.keys()) == 0
+        anew = data.keyspace(store)
+        assert anew.find_session("a") is None
+        assert anew.session("a").blocks == 0
+        store.core.erasures.wait(told["id"], WAIT_S)
+        assert anew.find_session("a") is not None
+        assert other.pin(60)
+        assert sorted(one["tenant"] for one in store.sessions()) == ["acme", "globex"]
+
+
+# --- through a service
+def test_a_client_erases_and_engines_have_nothing_left(tmp_path: Path) -> None:
+    with serving(tmp_path / "s", encryption="on", audit="on") as (store, _), perdure.connect(tmp_path / "s") as client:
+        space = client_keyspace(client)
+        keys = client_chain(space, 1, 8)
+        assert write(space, keys) == [STORED] * 8
+        assert read(space, keys) == [FOUND] * 8
+        told = client.erase(tenant="acme", wait_s=WAIT_S)
+        assert told["state"] == "erased"
+        assert read(space, keys) == [MISSING] * 8
+        assert (space.lookup(keys), write(space, keys)) == (0, [REJECTED] * 8)
+        anew = client_keyspace(client)
+        assert anew.digest != space.digest
+        again = client_chain(anew, 1, 8)
+        assert write(anew, again) == [STORED] * 8
+        assert read(anew, again) == [FOUND] * 8
+        assert Verifier.parse(store.status()["audit"]["key"]).open(told["receipt"]["statement"].encode())
+
+
+def test_only_operators_of_a_tenant_erase_it(tmp_path: Path) -> None:
+    (tmp_path / "r").mkdir()
+    policy = policy_directory(tmp_path / "p", sockets=tmp_path / "r", globex="retention_min_s = 3600")
+    with serving(tmp_path / "s", policy=policy) as _, contextlib.ExitStack() as stack:
+        engine, other, operator = (
+            stack.enter_context(perdure.connect(tmp_path / "r" / f"{name}.sock"))
+            for name in ("engine-a", "engine-b", "operator")
+        )
+        space, theirs = client_keyspace(engine, tenant="acme"), client_keyspace(other, tenant="globex")
+        assert write(space, client_chain(space, 1, 2)) == write(theirs, client_chain(theirs, 1, 2)) == [STORED] * 2
+        with pytest.raises(AccessDenied, match="no rule permits"):
+            engine.erase(tenant="acme")
+        with pytest.raises(AccessDenied, match="retained"):
+            operator.erase(tenant="globex")
+        with pytest.raises(AccessDenied):
+            operator.erase(tenant="initech")
+        assert operator.erase(tenant="acme", wait_s=WAIT_S)["state"] == "erased"
+        assert read(space, client_chain(space, 1, 2)) == [MISSING] * 2
+        assert read(theirs, client_chain(theirs, 1, 2)) == [FOUND] * 2
+
+
+def test_the_command(tmp_path: Path) -> None:
+    with closing(opened(tmp_path / "s", audit="on", encryption="on")) as store:
+        keys = fill(store)[0]
+    receipt = tmp_path / "receipt.json"
+    done = run("erase", tmp_path / "s", "--tenant", "acme", "--block", keys[0].tobytes().hex(), "--receipt", receipt)
+    assert done.exit_code == 0, done.output
+    assert "kind block" in done.output
+    assert json.loads(receipt.read_text())["statement"].endswith("\n")
+    done = run("erase", tmp_path / "s", "--tenant", "acme", "--json")
+    told = json.loads(done.output)
+    assert told["state"] == "erased"
+    assert json.loads(run("erase", tmp_path / "s", "--state", told["id"], "--json").output) == told
+    for wrong in ((), ("--tenant", "acme", "--block", "xyz"), ("--tenant", "acme", "--state", "0" * 16)):
+        assert run("erase", tmp_path / "s", *wrong).exit_code == 2
+
+
+def run(*words: Any) -> Any:
+    return CliRunner().invoke(main, [str(word) for word in words])
 
 
 # --- receipts

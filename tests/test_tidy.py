@@ -82,6 +82,7 @@ LAYERS = [
         "cli_audit",
         "cli_cluster",
         "cli_engine",
+        "cli_erase",
         "cli_isolation",
         "cli_keys",
         "cli_policy",

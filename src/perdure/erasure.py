@@ -66,7 +66,8 @@ class Order(msgspec.Struct, omit_defaults=True):
 class Erasures:
     """Of one store. Thread-safe."""
 
-    def __init__(self, core: Core):
+    def __init__(self, core: Core, resolve: Callable[[Order], KeyArray], end_sessions: Callable[[Order], None]):
+        """resolve: the blocks that an order is about. end_sessions: those that it is about are over."""
         self._core = core
         self._lock = threading.RLock()  # of what begins
         self._orders: dict[str, Order] = {}
@@ -77,7 +78,7 @@ class Erasures:
         self._wake, self._stop = threading.Event(), threading.Event()
         self._thread: threading.Thread | None = None
         self.last_error: str | None = None
-        self.resolve: Callable[[Order], KeyArray] = _named_blocks
+        self.resolve, self.end_sessions = resolve, end_sessions
         self.held: Callable[[Order], str] = lambda order: ""
 
     # --- asking
@@ -96,6 +97,8 @@ class Erasures:
             )  # fmt: skip
             held = self.held(order)
             found = None if held or kind == "tenant" else self.resolve(order)  # before anything says that it is erased
+            if found is not None and not len(found):
+                raise InvalidArgument(f"erase: {tenant!r} has nothing of the {kind} {target!r}; nothing was erased")
             self._survey(order, found)
             if audit is not None:
                 audit.guard()
@@ -183,6 +186,7 @@ class Erasures:
                 core.tenants.bury(keys)
             self._hide(keys)
             core.files.write_once(f"{FOLDER}/{order.id}.keys", keys.tobytes())
+            self.end_sessions(order)
         else:
             old = [one.segment for one in core.table.all() if one.tenant == tenant]
             passed = core.tenants.epoch(tenant) >= order.epoch
@@ -259,7 +263,8 @@ class Erasures:
             if done is not None:
                 told.add(done)
         if keys is None:
-            self._forget_tenant(order)
+            self.end_sessions(order)
+            self._forget_spaces(order)
             self._withdraw(order)
         else:
             core.index.remove(keys)
@@ -315,20 +320,12 @@ class Erasures:
                 return None
         return core.reclaimer.rewrite(record, doomed)
 
-    def _forget_tenant(self, order: Order) -> None:
-        """Sessions, and what names the tenant's models, of the epochs that have passed."""
-        core = self._core
-        core.sessions.forget(bytes.fromhex(order.tenant_id), self._spaces_of(order, passed=False))
-        for digest in self._spaces_of(order, passed=True):
-            raw = core.control.get(KEYSPACES, digest)
-            core.control.compare_and_set(KEYSPACES, digest, raw, None)
-
-    def _spaces_of(self, order: Order, *, passed: bool) -> set[bytes]:
-        found = ((digest, msgspec.json.decode(raw)) for digest, raw in self._core.control.items(KEYSPACES))
-        return {
-            digest for digest, one in found
-            if one["tenant_id"] == order.tenant_id and (one.get("epoch", 0) < order.epoch) is passed
-        }  # fmt: skip
+    def _forget_spaces(self, order: Order) -> None:
+        """What names the tenant's models, of the epochs that have passed."""
+        for digest, raw in self._core.control.items(KEYSPACES):
+            one = msgspec.json.decode(raw)
+            if one["tenant_id"] == order.tenant_id and one.get("epoch", 0) < order.epoch:
+                self._core.control.compare_and_set(KEYSPACES, digest, raw, None)
 
     def _settle(self, order: Order, told: Shredded) -> None:
         """Record it, sign it, and forget what was asked for."""
@@ -368,10 +365,6 @@ class Erasures:
 
 def _is_open(record: SegmentRecord | None) -> bool:
     return record is not None and record.state is SegmentState.OPEN
-
-
-def _named_blocks(order: Order) -> KeyArray:
-    return as_keys(bytes.fromhex(key) for key in order.keys)
 
 
 def _checked(order: str) -> str:

@@ -6,55 +6,25 @@ field, because they come from other processes as they come from this one.
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
+
+import numpy as np
 
 from perdure import limits, session_admin
+from perdure.catalog.api import KeyArray, as_keys
 from perdure.core import Core
+from perdure.erasure import Erasures, Order
 from perdure.errors import InvalidArgument, ReadOnlyStore
 from perdure.governance.audit import Event
 from perdure.governance.keystore import rotate
-from perdure.session_form import Fields
-
-_POLL_S = 0.2
-
-
-class GovernanceVerbs:
-    """What stores have of it, wherever they are."""
-
-    def govern(self, verb: str, fields: Fields) -> Fields:
-        """Carry out a verb of `administer`."""
-        raise NotImplementedError
-
-    def erase(
-        self,
-        *,
-        tenant: str,
-        session: str | None = None,
-        subject: str | None = None,
-        blocks: Iterable[bytes] | None = None,
-        wait_s: float = 0.0,
-    ) -> Fields:
-        """Erase a tenant, or of it a session, all sessions of a subject, or blocks by their keys.
-
-        Returns when nothing of it can be read any more, or when what is on the disk is gone too, for which it waits
-        `wait_s`: {"id", "state"}: "unreadable"; "erased", with "receipt"; "held": it is done when the hold is released.
-        Raises InvalidArgument, AuditUnavailable, AccessDenied."""
-        fields: Fields = {"tenant": tenant, "session": session, "subject": subject}
-        if blocks is not None:
-            fields["blocks"] = list(blocks)
-        told = self.govern("erase", fields)
-        until = time.monotonic() + wait_s
-        while told["state"] == "unreadable" and time.monotonic() < until:
-            time.sleep(_POLL_S)
-            told = self.erasure(told["id"])
-        return told
-
-    def erasure(self, order: str) -> Fields:
-        """State of an erasure, as `erase` returns it."""
-        return self.govern("erasure", {"id": order})
+from perdure.governance.verbs import GovernanceVerbs
+from perdure.inspect import keyspaces
+from perdure.manifest import ManifestMissing
+from perdure.session_form import Fields, Head, decode_head, subject_id
+from perdure.session_heads import NAMESPACE
 
 
 class Governing(GovernanceVerbs):
@@ -93,7 +63,9 @@ class Governing(GovernanceVerbs):
         return told
 
 
-READING = ("erasure",)
+READING: Final = ("erasure",)
+GOVERNING: Final = {"erase": "erase"}
+"""Verbs about a tenant, and what policy calls them."""
 
 
 def administer(core: Core, verb: str, fields: Fields) -> Fields:
@@ -120,6 +92,67 @@ def _erase(core: Core, fields: Fields) -> Fields:
     else:
         told = core.erasures.erase(named[0], tenant, target=_text(fields, named[0]))
     return told
+
+
+def serve(core: Core) -> Erasures:
+    """The erasures of a store, which know its sessions."""
+    return Erasures(core, partial(_blocks_of, core), partial(_end_sessions, core))
+
+
+def is_retained(core: Core, fields: Fields, promised_s: float) -> bool:
+    """Whether something of what is to be erased is younger than was promised to be kept."""
+    tenant = fields.get("tenant")
+    if not promised_s or not isinstance(tenant, str):
+        return False
+    since, tenant_id = core.steady.now() - promised_s, core.tenants.id_of(tenant)
+    if fields.get("blocks"):
+        present, records = core.locate(as_keys(_keys(fields["blocks"])))
+        return bool((records["created_s"][present] > since).any())
+    for one in core.table.all():
+        if one.tenant == tenant_id:
+            entries = core.recovery.entries(one.segment)
+            if (entries["record"]["created_s"] > since).any():
+                return True
+    return False
+
+
+def _sessions_of(core: Core, order: Order) -> Iterator[tuple[bytes, bytes, Head]]:
+    """(key, value, head) of the sessions that an order is about."""
+    tenant_id = bytes.fromhex(order.tenant_id)
+    subject = subject_id(core.tenants.secret(order.tenant)[0], order.target) if order.kind == "subject" else b""
+    known = keyspaces(core) if order.kind == "tenant" else {}
+    for key, raw in core.control.items(NAMESPACE, tenant_id):
+        if key[: limits.id_bytes] != tenant_id:
+            return
+        head = decode_head(raw)
+        if (
+            (order.kind == "session" and head.name == order.target)
+            or (order.kind == "subject" and head.subject == subject)
+            or (order.kind == "tenant" and known.get(head.keyspace, {}).get("epoch", 0) < order.epoch)
+        ):
+            yield key, raw, head
+
+
+def _blocks_of(core: Core, order: Order) -> KeyArray:
+    """The blocks that an order is about. Raises InvalidArgument if that is not known (any more)."""
+    if order.kind == "block":
+        return as_keys(bytes.fromhex(key) for key in order.keys)
+    found: list[KeyArray] = [np.zeros((0, limits.key_bytes), np.uint8)]
+    for _, _, head in _sessions_of(core, order):
+        try:
+            found.append(core.sessions.manifests.keys(order.tenant, head.root, head.blocks, 0, head.blocks))
+        except ManifestMissing as error:
+            raise InvalidArgument(
+                f"erase: which blocks session {head.name!r} consists of is not known any more ({error}); "
+                "erase them by their keys, or the tenant"
+            ) from None
+    return np.unique(np.concatenate(found), axis=0)
+
+
+def _end_sessions(core: Core, order: Order) -> None:
+    for key, raw, _ in list(_sessions_of(core, order)):
+        core.control.compare_and_set(NAMESPACE, key, raw, None)
+        core.sessions.unpin(key)
 
 
 def _text(fields: Fields, name: str) -> str:

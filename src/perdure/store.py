@@ -33,11 +33,10 @@ from perdure.catalog.api import BlockIndex, ControlStore
 from perdure.catalogs import kind_of, open_catalogs
 from perdure.clock import Clock, SteadyWall, SystemClock
 from perdure.core import STORE_NAMESPACE, Core, Incidents, Pins
-from perdure.erasure import Erasures
 from perdure.errors import CatalogError, StoreClosed, StorePathError
 from perdure.governance.audit import Event, open_log
 from perdure.governance.keystore import open_keystore
-from perdure.governing import Governing
+from perdure.governing import Governing, serve
 from perdure.io.aio import default_engine
 from perdure.io.api import Engine, Files
 from perdure.io.files import PosixFiles
@@ -138,7 +137,7 @@ class Store(Governing):
         self._prefetcher = Prefetcher(self._core)
         self._core.sessions = Sessions(self._core, self._check, self._prefetcher)
         self._admissions = Admissions(admission, self._core.clock.boottime, self._core.kept_s)
-        self._core.erasures = Erasures(self._core)
+        self._core.erasures = serve(self._core)
         self._core.erasures.load()
         self._keeper = Keeper(self._core)
         if not read_only:

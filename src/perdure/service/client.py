@@ -26,6 +26,7 @@ from numpy.typing import ArrayLike
 
 from perdure import limits
 from perdure.errors import InvalidArgument, ServiceUnavailable, UnknownOption
+from perdure.governance.verbs import GovernanceVerbs
 from perdure.io.memory import address
 from perdure.io.shared import map_fd
 from perdure.keys import KeyspaceIdentity, KVLayout, token_bytes
@@ -76,7 +77,7 @@ class Permit(NamedTuple):
     until: float
 
 
-class RemoteStore:
+class RemoteStore(GovernanceVerbs):
     """A connection to a service. Made by `perdure.connect`."""
 
     def __init__(
@@ -199,6 +200,9 @@ class RemoteStore:
     def session_admin(self, verb: str, fields: dict[str, Any]) -> dict[str, Any]:
         """As `Store.session_admin`."""
         return self._document(lambda i: m.SessionAsk(i, -1, verb, fields))
+
+    def govern(self, verb: str, fields: dict[str, Any]) -> dict[str, Any]:
+        return self._document(lambda i: m.Govern(i, verb, fields))
 
     def explain(self, key: bytes) -> dict[str, Any]:
         return self._document(lambda i: m.Explain(i, key))

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Final
 
@@ -29,6 +29,7 @@ from perdure.governance.policy import SPACE_ACTIONS, Policies, Where
 from perdure.governance.principals import Principal
 from perdure.governance.shares import Shares
 from perdure.governance.terms import NARROW, Document
+from perdure.governing import GOVERNING, is_retained
 from perdure.presence_table import NO_SEGMENT
 from perdure.reports import WriteStatus
 from perdure.segments.landing import BlockStatus
@@ -193,6 +194,9 @@ class Guard:
         if isinstance(q, m.SessionAsk) and q.space < 0:
             self._administer(peer, q)
             return None
+        if isinstance(q, m.Govern):
+            self._governing(peer, q)
+            return None
         opening = self._opening(peer, q)
         if opening is None:
             self._service_action(peer, "administer")
@@ -242,7 +246,9 @@ class Guard:
 
     # --- sessions
     def _bound_session(self, opening: Opening, q: m.SessionAsk) -> None:
-        """Names within the capability's scope, times within the terms. Raises AccessDenied."""
+        """Names within the capability's scope, times within the terms, the subject its own. Raises AccessDenied."""
+        if q.verb == "open" and opening.capability.subject:
+            q.fields = q.fields | {"subject": opening.capability.subject}
         scope = opening.capability.session
         names = [q.fields.get(field) for field in _NAMED if q.fields.get(field) is not None]
         inside = names and all(isinstance(name, str) and name.startswith(scope) for name in names)
@@ -272,6 +278,20 @@ class Guard:
         if peer.principal is not None and any(one.capability.session for one in peer.openings):
             raise AccessDenied("sessions: the capability is for some of them only; open them by name")
         q.fields = q.fields | {"tenant": tenant}
+
+    def _governing(self, peer: Peer, q: m.Govern) -> None:
+        """Erasing: an operator of the tenant. A hold does not forbid to order it: it is done when the hold ends."""
+        action, tenant = GOVERNING.get(q.verb), q.fields.get("tenant")
+        if action is None or not isinstance(tenant, str) or not tenant:
+            self._service_action(peer, "administer")
+            return
+        who, document = peer.principal, self.policies.documents.get(tenant)
+        assert who is not None
+        promised_s = 0 if document is None else document.retention_min_s
+        retained = action == "erase" and is_retained(self._core, q.fields, promised_s)
+        decided = self.policies.decide(who, tenant, action, replace(self._where(tenant), retained=retained))
+        if not decided.allowed:
+            raise AccessDenied(f"{q.verb}: {decided.why}")
 
     def _service_action(self, peer: Peer, action: str) -> None:
         who = peer.principal

@@ -244,6 +244,13 @@ class SessionAsk(Message):
     fields: dict[str, Any]
 
 
+class Govern(Message):
+    """A verb of `governing.administer`. Answered by a Document."""
+
+    verb: str
+    fields: dict[str, Any]
+
+
 class Sync(Message):
     pass
 
@@ -369,7 +376,7 @@ class Retired(Message):
 Question = (
     Hello | Join | OpenSpace | Attach | Lookup | Present | Fetch | Release | Read | Settled | Region | Unregister
     | Write | Get | Put | Reserve | Follow | EndLease | Pin | Unpin | Hint | Advise | Status | Explain | ExplainPrefix
-    | Sync | SessionAsk | Exchange
+    | Sync | SessionAsk | Exchange | Govern
 )  # fmt: skip
 Answer = (
     Welcome | Joined | SpaceOpened | Attached | Count | Mask | Fetched | Delivered | Sent | Written | Made | Leased
