@@ -33,6 +33,7 @@ from perdure.core import Core
 from perdure.errors import InvalidArgument, PerdureError
 from perdure.governance import receipts
 from perdure.governance.audit import Event
+from perdure.keeper import settle_unsealed
 from perdure.keys import key_domain, key_list
 from perdure.pool.wiping import wipe, withdraw
 from perdure.publishing import flush_pending
@@ -80,6 +81,7 @@ class Erasures:
         self.last_error: str | None = None
         self.resolve, self.end_sessions = resolve, end_sessions
         self.held: Callable[[Order], str] = lambda order: ""
+        core.reclaimer.spared = self._rewriting
 
     # --- asking
     def erase(self, kind: str, tenant: str, *, target: str = "", keys: Iterable[bytes] = ()) -> dict[str, Any]:
@@ -132,10 +134,11 @@ class Erasures:
     def state_of(self, order: str) -> dict[str, Any]:
         """{"id", "state"}: "held": it waits for a hold's end; "unreadable": what is on the disk is being given up;
         "erased", with "receipt"."""
-        with contextlib.suppress(FileNotFoundError):
-            receipt = self._core.files.read(f"{FOLDER}/{_checked(order)}.receipt")
-            return {"id": order, "state": "erased", "receipt": msgspec.json.decode(receipt)}
-        known = self._orders.get(order)
+        known = self._orders.get(_checked(order))
+        if known is None or self._core.read_only:
+            with contextlib.suppress(FileNotFoundError):
+                receipt = self._core.files.read(f"{FOLDER}/{order}.receipt")
+                return {"id": order, "state": "erased", "receipt": msgspec.json.decode(receipt)}
         if known is None:
             raise InvalidArgument(f"erasure {order!r}: there is none with this id; see `perdure lifecycle`")
         told = {"id": order, "state": "unreadable" if order in self._begun else "held", "kind": known.kind}
@@ -164,6 +167,9 @@ class Erasures:
             stem, _, kind = name.partition(".")
             if kind == "order" and f"{stem}.receipt" not in names:
                 self._orders[stem] = msgspec.json.decode(files.read(f"{FOLDER}/{name}"), type=Order)
+            elif kind != "receipt" and f"{stem}.receipt" in names and not self._core.read_only:
+                with contextlib.suppress(OSError):  # what was asked for is forgotten; tried again at the next opening
+                    files.unlink(f"{FOLDER}/{name}")
         for order in self._orders.values():
             known = f"{order.id}.keys" in names
             begun = self._core.tenants.epoch(bytes.fromhex(order.tenant_id)) >= order.epoch > 0
@@ -273,6 +279,10 @@ class Erasures:
         core.scratch.wipe()
         self._settle(order, told)
 
+    def _rewriting(self, record: SegmentRecord) -> bool:
+        """What is left in it is copied to another segment, not dropped."""
+        return any(one.tenant_id == record.tenant.hex() and one.kind != "tenant" for one in list(self._orders.values()))
+
     def _pause(self, until: float, why: str) -> None:
         if self._stop.wait(_SETTLE_S) or time.monotonic() > until:
             raise OSError(f"{why}; tried again")
@@ -285,9 +295,17 @@ class Erasures:
         mine = [one for one in mine if not order.epoch or one.kind[1] < order.epoch]
         for one in mine:
             core.writer.retire(one)
-        while any(one.users or _is_open(core.table.get(one.segment)) for one in mine):
+        while any(one.users for one in mine) or self._left_open(tenant):
             self._pause(until, "segments are still being sealed")
             flush_pending(core)
+            settle_unsealed(core)
+
+    def _left_open(self, tenant: bytes) -> bool:
+        """Whether segments of this process count as open that nothing is appended to: being sealed, or it failed."""
+        core = self._core
+        open_now = {one.segment for one in core.writer.open_segments()}
+        ours = [one for one in core.table.all() if one.tenant == tenant and one.owner == core.sharing.owner]
+        return any(_is_open(one) and one.segment not in open_now for one in ours)
 
     def _give_up(self, record: SegmentRecord, order: Order) -> Shredded | None:
         """A whole segment, unless it is of an epoch that stays."""

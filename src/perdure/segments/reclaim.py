@@ -116,6 +116,7 @@ class Reclaimer:
         self._lock = threading.Lock()
         self.counters = ReclaimCounters()
         self.shares: Shares | None = None
+        self.spared: Callable[[SegmentRecord], bool] = lambda record: False  # drained by an erasure, which goes on
         self.cut_tick = 0  # recency below which blocks were given up last; 0: none yet, or only released ones
 
     def make_room(self, need: int, *, tenant: bytes = b"", force: bool = False) -> bool:
@@ -167,7 +168,8 @@ class Reclaimer:
             now, dropped = self._now_s(), 0
             for record in self._table.all():
                 expired = record.state is SegmentState.SEALED and 0 < record.expires_s <= now
-                if (expired or record.state is SegmentState.DRAINING) and self._drop(record, None) is _Outcome.GONE:
+                cut_off = record.state is SegmentState.DRAINING and not self.spared(record)
+                if (expired or cut_off) and self._drop(record, None) is _Outcome.GONE:
                     dropped += 1
             return dropped
 
@@ -347,6 +349,7 @@ class Reclaimer:
             views = [[lease.view] for lease in leases]
             plan = Plan(entries["key"].tolist(), [keyspace] * len(entries), old.tolist(), views, 1, None, raw=True)
             self._reader.read(plan)
+            plan.statuses[list(plan.unread)] = BlockStatus.LATE  # an I/O error says nothing about the bytes
             good = plan.statuses == BlockStatus.FOUND
             moved = np.zeros(len(entries), bool)
             # blocks of one keyspace share block_bytes; epochs may differ, so each epoch is a batch
