@@ -331,7 +331,7 @@ class Erasures:
         whole = record.state is SegmentState.SEALED and listed == record.sealed_bytes
         if whole and not doomed(entry_keys(entries)).any():
             return None
-        if not whole:
+        if not whole and not core.recovery.is_gone(record.segment):
             found, nbytes = core.recovery.scan(record.segment)
             covered = int(record_bytes_array(found["record"]["stored_bytes"]).sum()) == nbytes
             if covered and not doomed(entry_keys(found)).any() and record.state is SegmentState.SEALED:

@@ -410,5 +410,6 @@ class Reclaimer:
 
 def _shredded(entries: NDArray[np.void], gone: NDArray[np.bool_]) -> Shredded:
     records = entries["record"][gone]
-    keyed = bool(len(entries)) and bool((entries["record"]["cipher"] != NO_CIPHER).all())
-    return Shredded(len(records), int(records["block_bytes"].sum()), 1, int(keyed))
+    some = bool(len(entries))  # else its file is gone already, or nothing was ever published in it
+    keyed = some and bool((entries["record"]["cipher"] != NO_CIPHER).all())
+    return Shredded(len(records), int(records["block_bytes"].sum()), int(some), int(keyed))
