@@ -18,7 +18,6 @@ from perdure.catalog.api import KeyArray, as_keys
 from perdure.core import Core
 from perdure.erasure import Erasures, Order
 from perdure.errors import InvalidArgument, ReadOnlyStore
-from perdure.governance.audit import Event
 from perdure.governance.keystore import rotate
 from perdure.governance.verbs import GovernanceVerbs
 from perdure.inspect import keyspaces
@@ -50,17 +49,7 @@ class Governing(GovernanceVerbs):
     def session_admin(self, verb: str, fields: dict[str, Any]) -> dict[str, Any]:
         """What `perdure sessions` asks; see `session_admin.administer`."""
         self._check()
-        if self._core.read_only and verb not in ("list", "show"):
-            raise ReadOnlyStore(f"{self.path} was opened read-only; open it without read_only=True")
-        audit = self._core.audit if verb in ("release", "expire") else None
-        if audit is not None:
-            audit.guard()
-        told = session_admin.administer(self._core, verb, fields)
-        if audit is not None:
-            audit.append(
-                Event("admin", detail=f"sessions {verb}", tenant=str(fields.get("tenant") or "")), durable=True
-            )
-        return told
+        return session_admin.administer(self._core, verb, fields)
 
 
 READING: Final = ("erasure",)
