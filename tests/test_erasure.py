@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import ast
 import contextlib
 import json
 import shutil
+import subprocess
+import sys
 import threading
 from contextlib import closing
 from pathlib import Path
@@ -25,7 +28,7 @@ from perdure.governance import audit_look
 from perdure.governance.checkpoint import Verifier
 from perdure.testing.store import chain as client_chain
 from perdure.testing.store import keyspace as client_keyspace
-from perdure.testing.store import read, write
+from perdure.testing.store import read, tokens, write
 
 WAIT_S = 60.0
 CAPACITY = 64 << 20
@@ -185,6 +188,28 @@ def test_copies_in_the_garbage_of_a_segment_go_too(tmp_path: Path) -> None:
         erased(store, tenant="acme", blocks=[keys[0].tobytes()])
         assert on_disk(store, keys[:1]) == []
         assert statuses(space, keys) == [MISSING, FOUND, FOUND, FOUND]
+
+
+# --- published prefixes
+def test_what_is_published_is_unpublished_first(tmp_path: Path) -> None:
+    with closing(opened(tmp_path / "s")) as store:
+        space = client_keyspace(store, tenant="acme")
+        keys = client_chain(space, 1, 3)
+        assert write(space, keys) == [STORED] * 3
+        store.publish(space.digest, tokens(1, 3), name="system", readers=["globex"])
+        for what in ({}, {"blocks": [keys[2].tobytes()]}):
+            with pytest.raises(InvalidArgument, match="published system.*unpublish"):
+                store.erase(tenant="acme", **what)
+        assert read(space, keys) == [FOUND] * 3
+        other = client_keyspace(store, tenant="globex")
+        theirs = client_chain(other, 1, 3)
+        assert read(other, theirs) == [FOUND] * 3
+        erased(store, tenant="globex")
+        assert read(other, theirs) == [MISSING] * 3, "under the names it had"
+        assert other.lookup(theirs) == 0
+        store.unpublish("system")
+        erased(store, tenant="acme")
+        assert store.published() == []
 
 
 # --- sessions and subjects
@@ -424,3 +449,54 @@ def test_bad_input_says_what(tmp_path: Path, what: dict[str, Any], problem: str)
 def test_a_tenant_without_blocks_is_erased(tmp_path: Path) -> None:
     with closing(opened(tmp_path / "s")) as store:
         assert "blocks 0" in erased(store, tenant="nobody")["receipt"]["statement"]
+
+
+# --- a stranger verifies
+STRANGER = Path(__file__).parent.parent / "src/perdure/demo/stranger.py"
+
+
+def stranger(receipt: Path, key: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-I", str(STRANGER), str(receipt), key]
+    return subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+
+
+def test_the_program_in_the_docs_is_the_one_that_is_tested() -> None:
+    code = STRANGER.read_text()
+    assert f"```python\n{code}```\n" in (STRANGER.parents[3] / "docs/erasure.md").read_text()
+    assert len([line for line in code.splitlines() if line.strip()]) <= 20
+    imported = [node for node in ast.walk(ast.parse(code)) if isinstance(node, ast.Import | ast.ImportFrom)]
+    names = {node.module if isinstance(node, ast.ImportFrom) else one.name for node in imported for one in node.names}
+    assert {str(name).split(".")[0] for name in names} == {"base64", "hashlib", "json", "sys", "cryptography"}
+
+
+def test_a_stranger_verifies_receipts(tmp_path: Path) -> None:
+    with closing(opened(tmp_path / "s", encryption="on", audit="on")) as store:
+        one, two, three = fill(store)
+        told = [erased(store, tenant="acme", blocks=[keys[0].tobytes()])["receipt"] for keys in (one, two, three)]
+        told.append(erased(store, tenant="acme")["receipt"])
+        key = store.status()["audit"]["key"]
+    with closing(opened(tmp_path / "other", audit="on")) as store:
+        other = store.status()["audit"]["key"]
+        told.append(erased(store, tenant="acme")["receipt"])
+    path = tmp_path / "receipt.json"
+    for receipt in told[:-1]:  # at four places of trees of four sizes
+        path.write_text(json.dumps(receipt))
+        done = stranger(path, key)
+        assert done.returncode == 0, done.stderr
+        assert done.stdout == receipt["statement"].partition("\n\n")[0] + "\n"
+        assert stranger(path, other).returncode != 0
+    mine, foreign = told[0], told[-1]
+    forged = [
+        mine | {"statement": mine["statement"].replace("blocks 1", "blocks 2")},
+        mine | {"record": mine["record"].replace("erased", "erasee")},
+        mine | {"record": told[1]["record"]},
+        mine | {"statement": told[1]["statement"]},
+        mine | {"proof": told[1]["proof"]},
+        mine | {"proof": foreign["proof"]},
+        mine | {"statement": mine["proof"].partition("\n\n")[2]},  # a checkpoint is no statement
+        mine | {"record": "", "proof": ""},
+        foreign,
+    ]
+    for number, receipt in enumerate(forged):
+        path.write_text(json.dumps(receipt))
+        assert stranger(path, key).returncode != 0, number

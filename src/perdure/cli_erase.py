@@ -44,7 +44,7 @@ def erase(
 ) -> None:
     """Make blocks unreadable for good, and give up what is on the disk. DIR is a store, or the socket of its service.
 
-    The receipt is signed with the key of the audit log; docs/governance.md says how to verify it."""
+    The receipt is signed with the key of the audit log; docs/erasure.md says how to verify it."""
     from perdure.errors import InvalidArgument
 
     if (order is None) == (tenant is None):

@@ -88,9 +88,14 @@ class Erasures:
         """Returns the order's state, see `state_of`. Raises InvalidArgument, AuditUnavailable, CatalogError, OSError,
         KeyUnavailable; after the last two it goes on by itself."""
         core, audit = self._core, self._core.audit
-        if core.sharing.shared and kind != "tenant":
-            raise InvalidArgument(f"erase {kind}: in a cluster only tenants can be erased yet")
-        with self._lock:
+        if core.sharing.shared:
+            raise InvalidArgument("erase: not built for stores that several processes share; leave `catalog` out")
+        with self._lock, core.publications.beginning:
+            published = core.publications.names_of(tenant)
+            if published:
+                raise InvalidArgument(
+                    f"erase: {tenant!r} has published {', '.join(published)}, which are copies; unpublish them first"
+                )
             tenant_id = core.tenants.id_of(tenant)
             order = Order(
                 secrets.token_hex(8), kind, tenant, tenant_id.hex(), core.steady.now(), target=target,
@@ -141,12 +146,18 @@ class Erasures:
                 return {"id": order, "state": "erased", "receipt": msgspec.json.decode(receipt)}
         if known is None:
             raise InvalidArgument(f"erasure {order!r}: there is none with this id; see `perdure lifecycle`")
+        why = (self.last_error or "") if order in self._begun else self.why_waiting(known) or self.last_error or ""
         told = {"id": order, "state": "unreadable" if order in self._begun else "held", "kind": known.kind}
-        return told | {"tenant": known.tenant, "at_s": known.at_s, "why": self.held(known) or self.last_error or ""}
+        return told | {"tenant": known.tenant, "at_s": known.at_s, "why": why}
 
     def waiting(self) -> list[dict[str, Any]]:
         """States of all that are not done."""
         return [self.state_of(order) for order in list(self._orders)]
+
+    def why_waiting(self, order: Order) -> str:
+        """Why an order must not begin yet; "": it may."""
+        published = self._core.publications.names_of(order.tenant)
+        return self.held(order) or (f"published: {', '.join(published)}; unpublish it" if published else "")
 
     def wait(self, order: str, timeout_s: float) -> dict[str, Any]:
         """The state once it is erased, or held, or after `timeout_s`."""
@@ -247,9 +258,9 @@ class Erasures:
             wait_s = min(2 * wait_s, limits.recency_flush_s) if failed else limits.background_retry_s
 
     def _advance(self, order: Order) -> None:
-        with self._lock:
+        with self._lock, self._core.publications.beginning:
             if order.id not in self._begun:
-                if self.held(order):
+                if self.why_waiting(order):
                     return
                 keys = self._keys.get(order.id)
                 self._begin(order, self.resolve(order) if keys is None and order.kind != "tenant" else keys)

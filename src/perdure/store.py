@@ -56,6 +56,7 @@ from perdure.options import parse_size, refuse_unknown
 from perdure.pool.dram import DramPool
 from perdure.prefetch import Prefetcher
 from perdure.presence import PresenceIndex
+from perdure.publications import Publications, Publishing
 from perdure.publishing import flush_pending
 from perdure.rates import PROBE_PATH, Rates
 from perdure.segments.health import Health
@@ -90,7 +91,7 @@ class Seams:
     pool: Callable[[int], DramPool] = DramPool
 
 
-class Store(Governing):
+class Store(Governing, Publishing):
     """One open directory. Made by `perdure.open`."""
 
     def __init__(
@@ -146,6 +147,7 @@ class Store(Governing):
             undo.pop_all()
         self._prefetcher = Prefetcher(self._core)
         self._core.sessions = Sessions(self._core, self._check, self._prefetcher)
+        self._core.publications = Publications(self._core, self._check)
         self._admissions = Admissions(admission, self._core.clock.boottime, self._core.kept_s)
         self._core.erasures = serve(self._core)
         self._core.erasures.load()
@@ -248,6 +250,7 @@ class Store(Governing):
         inspect.register(self._core, space)
         self._spaces[space.digest] = space
         self._prefetcher.know(space)
+        self._core.publications.prepare(space)
         return space
 
     def sessions(self, tenant: str | None = None) -> list[dict[str, Any]]:

@@ -49,6 +49,7 @@ _MODE: Final = "encryption"
 _NAMES: Final = "names"
 _TENANT: Final = b"perdure/1/tenant-key\0"
 _SEGMENT: Final = b"perdure/1/segment-key\0"
+_DATA: Final = b"perdure/1/tenant-data\0"
 
 
 @dataclass(frozen=True, slots=True)
@@ -225,6 +226,15 @@ class Keystore:
     def has(self, segment: bytes) -> bool:
         """Whether there is a key of this segment."""
         return self._of_segment(segment).exists()
+
+    # --- small data of a tenant's, kept elsewhere
+    def seal(self, tenant: bytes, data: bytes) -> bytes:
+        """Raises KeyUnavailable."""
+        return seal(self._tenant(tenant, create=True), data, _DATA + tenant)
+
+    def unseal(self, tenant: bytes, sealed: bytes) -> bytes:
+        """Raises KeyUnavailable, KeyDestroyed."""
+        return unseal(self._tenant(tenant), sealed, _DATA + tenant)
 
     # --- end of keys
     def gone(self, tenant: bytes, segment: bytes) -> bool:

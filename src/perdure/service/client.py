@@ -30,6 +30,7 @@ from perdure.governance.verbs import GovernanceVerbs
 from perdure.io.memory import address
 from perdure.io.shared import map_fd
 from perdure.keys import KeyspaceIdentity, KVLayout, token_bytes
+from perdure.publication_verbs import PublicationVerbs
 from perdure.service import messages as m
 from perdure.service import sockets
 from perdure.service.maps import DomainMaps
@@ -77,7 +78,7 @@ class Permit(NamedTuple):
     until: float
 
 
-class RemoteStore(GovernanceVerbs):
+class RemoteStore(GovernanceVerbs, PublicationVerbs):
     """A connection to a service. Made by `perdure.connect`."""
 
     def __init__(
@@ -203,6 +204,9 @@ class RemoteStore(GovernanceVerbs):
 
     def govern(self, verb: str, fields: dict[str, Any]) -> dict[str, Any]:
         return self._document(lambda i: m.Govern(i, verb, fields))
+
+    def publication_ask(self, verb: str, fields: dict[str, Any]) -> dict[str, Any]:
+        return self._document(lambda i: m.Publication(i, verb, fields))
 
     def explain(self, key: bytes) -> dict[str, Any]:
         return self._document(lambda i: m.Explain(i, key))
