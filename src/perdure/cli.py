@@ -19,6 +19,7 @@ from perdure import (
     cli_audit,
     cli_cluster,
     cli_engine,
+    cli_erase,
     cli_isolation,
     cli_keys,
     cli_policy,
@@ -326,6 +327,7 @@ for _command in (
     cli_isolation.audit_isolation,
     cli_audit.audit,
     cli_keys.keys,
+    cli_erase.erase,
     cli_cluster.cluster,
 ):
     main.add_command(_command)

@@ -15,7 +15,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Final
 
@@ -31,6 +31,7 @@ from perdure.governance.policy import SPACE_ACTIONS, Policies, Where
 from perdure.governance.principals import Principal
 from perdure.governance.shares import Shares
 from perdure.governance.terms import Document
+from perdure.governing import GOVERNING, is_retained
 from perdure.service import adopting
 from perdure.service import messages as m
 from perdure.service.fields import keys_of, lease_of
@@ -287,7 +288,7 @@ class Guard:
 
     def _deny(self, peer: Peer, q: Any, why: str) -> None:
         opening = peer.openings[q.space] if 0 <= getattr(q, "space", -1) < len(peer.openings) else None
-        what = q.verb if isinstance(q, m.SessionAsk) else type(q).__name__.lower()
+        what = q.verb if isinstance(q, m.SessionAsk | m.Govern) else type(q).__name__.lower()
         if opening is None:
             self.denials.note(peer.who, "", what, why, self.policies.stamp(""))
         else:
@@ -330,6 +331,8 @@ class Guard:
                 raise AccessDenied("open a keyspace first")
         elif isinstance(q, m.SessionAsk):
             self._administer(peer, q)
+        elif isinstance(q, m.Govern):
+            self._governing(peer, q)
         elif isinstance(q, m.Publication):
             self._publication(peer, q)
         else:
@@ -369,7 +372,9 @@ class Guard:
 
     # --- sessions
     def _bound_session(self, opening: Opening, q: m.SessionAsk) -> None:
-        """Names within the capability's scope, times within the terms. Raises AccessDenied."""
+        """Names within the capability's scope, times within the terms, the subject its own. Raises AccessDenied."""
+        if q.verb == "open" and opening.capability.subject:
+            q.fields = q.fields | {"subject": opening.capability.subject}
         scope = opening.capability.session
         names = [q.fields.get(field) for field in _NAMED if q.fields.get(field) is not None]
         inside = names and all(isinstance(name, str) and name.startswith(scope) for name in names)
@@ -399,6 +404,20 @@ class Guard:
         if peer.principal is not None and any(one.capability.session for one in peer.openings):
             raise AccessDenied("sessions: the capability is for some of them only; open them by name")
         q.fields = q.fields | {"tenant": tenant}
+
+    def _governing(self, peer: Peer, q: m.Govern) -> None:
+        """Erasing: an operator of the tenant. A hold does not forbid to order it: it is done when the hold ends."""
+        action, tenant = GOVERNING.get(q.verb), q.fields.get("tenant")
+        if action is None or not isinstance(tenant, str) or not tenant:
+            self._service_action(peer, "administer")
+            return
+        who, document = peer.principal, self.policies.documents.get(tenant)
+        assert who is not None
+        promised_s = 0 if document is None else document.retention_min_s
+        retained = action == "erase" and is_retained(self.core, q.fields, promised_s)
+        decided = self.policies.decide(who, tenant, action, replace(self._where(tenant), retained=retained))
+        if not decided.allowed:
+            raise AccessDenied(f"{q.verb}: {decided.why}")
 
     def _publication(self, peer: Peer, q: m.Publication) -> None:
         """Publishing: who may for the tenant, on its terms. Its end: also the service's operator, whatever the terms

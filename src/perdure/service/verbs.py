@@ -54,18 +54,9 @@ Reply = tuple[m.Message | Waiting, list[int]]
 
 READING = (m.Fetch, m.Read, m.Explain, m.ExplainPrefix, m.Settled)
 WRITING = (
-    m.Write,
-    m.Sync,
-    m.Reserve,
-    m.EndLease,
-    m.Pin,
-    m.Unpin,
-    m.OpenSpace,
-    m.Region,
-    m.SessionAsk,
-    m.Publication,
-    m.Reload,
-)
+    m.Write, m.Sync, m.Reserve, m.EndLease, m.Pin, m.Unpin, m.OpenSpace, m.Region, m.SessionAsk, m.Publication,
+    m.Govern, m.Reload,
+)  # fmt: skip
 """Questions that may wait for the disk; all others are answered at once."""
 
 
@@ -83,7 +74,8 @@ class Verbs:
             m.Follow: self._follow, m.EndLease: self._end_lease, m.Pin: self._pin, m.Unpin: self._unpin,
             m.Hint: self._hint, m.Advise: self._advise, m.Status: self._tell_status, m.Explain: self._explain,
             m.ExplainPrefix: self._explain_prefix, m.Sync: self._sync, m.SessionAsk: self._session,
-            m.Exchange: self._exchange, m.Publication: self._publication, m.Reload: self._reload,
+            m.Exchange: self._exchange, m.Govern: self._govern, m.Publication: self._publication,
+            m.Reload: self._reload,
         }  # fmt: skip
 
     def answer(self, peer: Peer, question: Any, fds: list[int]) -> Reply:
@@ -238,6 +230,9 @@ class Verbs:
         if q.space < 0:
             return m.Document(q.id, self._store.session_admin(q.verb, q.fields)), []
         return m.Document(q.id, peer.space(q.space).session_ask(q.verb, q.fields)), []
+
+    def _govern(self, peer: Peer, q: m.Govern) -> Reply:
+        return m.Document(q.id, self._store.govern(q.verb, q.fields)), []
 
     def _publication(self, peer: Peer, q: m.Publication) -> Reply:
         if self._guard is None:
