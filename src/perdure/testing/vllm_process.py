@@ -21,6 +21,7 @@ from typing import Any
 
 from perdure.demo.process import bound
 from perdure.errors import PerdureError
+from perdure.limits import GIB
 
 START_S = 300.0  # imports take 11 s on idle cores, the engine 10 to 40 s
 GONE_S = 30.0
@@ -46,6 +47,18 @@ def connector(url: str, **extra: Any) -> dict[str, Any]:
         "kv_load_failure_policy": "recompute",
         "kv_connector_extra_config": {"url": url, **extra},
     }
+
+
+def tiering(*tiers: dict[str, Any], cpu_bytes: int = GIB) -> dict[str, Any]:
+    """The same for vLLM's offloading on a CPU, with these secondary tiers. cpu_bytes: of its primary tier."""
+    return {
+        "kv_connector": "OffloadingConnector",
+        "kv_role": "kv_both",
+        "kv_connector_extra_config": {
+            "spec_name": "CpuTieringSpec", "spec_module_path": "perdure.engines.vllm.cpu_spec",
+            "cpu_bytes_to_use": cpu_bytes, "secondary_tiers": list(tiers),
+        },
+    }  # fmt: skip
 
 
 class ProcessGroup:
