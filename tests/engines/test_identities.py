@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.engines import needs_vllm, prompt_of
+from support.engines import Served, needs_vllm, prompt_of
 
 pytestmark = needs_vllm
 
@@ -37,27 +37,26 @@ def kinds(folder: Path) -> dict[str, dict[str, Any]]:
         "bf16": {"dtype": torch.bfloat16},
         "fp16": {"dtype": torch.float16},
         "larger blocks": {"block_tokens": 32},
-        "a sliding window": {"window_tokens": 64},
+        "a sliding window": {"window_tokens": 64, "extra": {"weights": "sha256:windowed"}},
         "two ranks": {"ranks": 2},
         "another hash": {"prefix_caching_hash_algo": "sha256"},
         "an adapter": {"adapter": adapter},
     }
 
 
-def test_models_dtypes_block_sizes_and_adapters_share_a_store_and_no_block(
-    engine: Callable[..., Any], tmp_path: Path
-) -> None:
+def test_models_dtypes_block_sizes_and_adapters_share_a_store_and_no_block(served: Served, tmp_path: Path) -> None:
     """FAULTS 5: each computes first, with all the others' blocks of this prompt in the store; then it finds its own."""
-    from support.engine_sim import answer
+    from support.engine_sim import SimEngine, answer
 
     made = kinds(tmp_path)
     for repetition in range(2):
         for name, arguments in made.items():
             given = {key: value for key, value in arguments.items() if key != "adapter"}
-            one = engine(scale=1.0 + zlib.crc32(name.encode()) % 100 / 128, **given)
-            assert one.ask("a", PROMPT, tokens=20, adapter=arguments.get("adapter")) == answer(PROMPT, 20)
-            assert one.external["a"] == (CACHED if repetition else 0), name
-            one.settle()
+            scale = 1.0 + zlib.crc32(name.encode()) % 100 / 128
+            with SimEngine(served.folder, served.url, scale=scale, **given) as one:
+                assert one.ask("a", PROMPT, tokens=20, adapter=arguments.get("adapter")) == answer(PROMPT, 20)
+                assert one.external["a"] == (CACHED if repetition else 0), name
+                one.settle()
 
 
 def test_a_request_cannot_choose_its_tenant(engine: Callable[..., Any]) -> None:
