@@ -11,9 +11,11 @@ The same for an embedded store, a service and a data node: all of them carry out
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from numbers import Real
 from typing import Any, Final, NamedTuple
 
 import numpy as np
@@ -21,7 +23,7 @@ import numpy as np
 from perdure import keys as naming
 from perdure import limits
 from perdure.catalog.api import KeyArray, as_keys
-from perdure.errors import CatalogError
+from perdure.errors import CatalogError, InvalidArgument
 
 ACCEPTED: Final = "accepted"
 CLIPPED: Final = "clipped"
@@ -161,7 +163,10 @@ class SessionVerbs:
 
     def look_ahead(self, queue: Iterable[KeyArray | Sequence[bytes]], *, request_s: float) -> int:
         """Bring what an engine's waiting requests will read, the next one first: `queue` has the keys of each, and one
-        is started every `request_s` seconds. Returns for how many all of it is coming; ask again as the queue moves."""
+        is started every `request_s` seconds. Returns for how many all that is stored of them is coming; ask again as
+        the queue moves."""
+        if not isinstance(request_s, Real) or not 0 <= request_s < math.inf:
+            raise InvalidArgument(f"request_s={request_s!r}: must be the seconds between two requests, 0 or more")
         started, whole = self.wall(), 0
         for place, keys in enumerate(queue):
             array = naming.check_keys(keys)

@@ -292,6 +292,24 @@ class SessionConformance:
         memory = np.empty((20, 8192), np.uint8)
         assert space.read(keys, memory).from_memory == 20
 
+    def test_what_waits_in_an_engine_is_brought_first_come_first(self, store: Any) -> None:
+        space = keyspace(store)
+        first, second, nowhere = (chain(space, number, 5) for number in (1, 2, 3))
+        write(space, first)
+        write(space, second[:3])
+        self.forget_memory(store)
+        assert space.look_ahead([first, second, nowhere], request_s=0.1) == 3, "what is not stored keeps nobody waiting"
+        give_up = time.monotonic() + 60
+        while store.status()["counters"].get("blocks_prefetched", 0) < 8:
+            assert time.monotonic() < give_up, store.status()["counters"]
+            time.sleep(0.01)
+        for keys, there in ((first, 5), (second, 3)):
+            assert space.read(keys[:there], np.empty((there, 8192), np.uint8)).from_memory == there
+        assert space.look_ahead([], request_s=0.1) == 0
+        for wrong in (-1.0, float("nan")):
+            with pytest.raises(InvalidArgument, match="request_s"):
+                space.look_ahead([first], request_s=wrong)
+
     def forget_memory(self, store: Any) -> None:
         """Empty the DRAM tier."""
         raise NotImplementedError

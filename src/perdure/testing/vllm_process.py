@@ -3,7 +3,8 @@
 Contract
 - A `ProcessGroup` is a session of its own: `kill` sends SIGKILL to every process in it (API server, engine core,
   workers) and returns when none of them runs any more. `kill_leader` kills the first one alone, as a crash does.
-- Nothing outlives the `with` block. If this process is killed, so is the leader; the others end when they notice.
+- Nothing outlives the `with` block: what vLLM leaves in /dev/shm when it is killed (a GiB with its offloading tier) is
+  removed by `kill`. If this process is killed, so is the leader; the others end when they notice.
 - What the processes write is kept in the file `log`; `last_words` are its last lines.
 - Not for use from a thread that ends before the group: the kernel ties the leader's life to the thread that started it.
 """
@@ -103,6 +104,7 @@ class ProcessGroup:
     def kill(self) -> int:
         """SIGKILL to all. Returns how many there were. Raises EngineFailed if one is still there after `GONE_S`."""
         killed = self.members()
+        shared = {path for pid in killed for path in shared_memory(pid)}
         if killed:
             os.killpg(self.process.pid, signal.SIGKILL)
         self.process.wait()
@@ -111,6 +113,8 @@ class ProcessGroup:
             if time.monotonic() > give_up:
                 raise EngineFailed(f"processes {left} were killed {GONE_S:.0f} s ago and still run")
             time.sleep(POLL_S)
+        for path in shared:
+            path.unlink(missing_ok=True)
         return len(killed)
 
     def kill_leader(self) -> None:
@@ -128,6 +132,16 @@ class ProcessGroup:
         lines = [line.strip() for line in self.output().splitlines() if line.strip()]
         errors = [line for line in lines if "Error" in line or "error:" in line]
         return " | ".join((errors or lines)[-4:]) or "no message"
+
+
+def shared_memory(pid: int) -> set[Path]:
+    """Files in /dev/shm that a process has mapped."""
+    try:
+        lines = Path(f"/proc/{pid}/maps").read_text().splitlines()
+    except OSError:  # it ended meanwhile
+        return set()
+    mapped = (line.partition("/dev/shm/")[2] for line in lines if not line.endswith("(deleted)"))
+    return {Path("/dev/shm") / name for name in mapped if name}
 
 
 def as_json(config: dict[str, Any]) -> str:
