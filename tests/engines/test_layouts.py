@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,7 +13,7 @@ from support.engines import PATIENT, needs_vllm, same, stored_blocks, transfer, 
 from support.tiny_models import llm, prompt
 
 from perdure.limits import GIB
-from perdure.testing.transport import ServiceProcess
+from perdure.testing.transport import ServiceProcess, until
 from perdure.testing.vllm_offline import OfflineEngine
 
 pytestmark = [needs_vllm, pytest.mark.slow]
@@ -24,8 +23,9 @@ BLOCK_TOKENS = 32
 BLOCKS = 21
 CACHED = BLOCKS * BLOCK_TOKENS
 PROMPT = prompt(700, 5)
+SAVED = "vllm:perdure_saved_blocks"  # of all ranks
 STAGE_BYTES = 3 * GIB
-TWO_CORES = {"VLLM_CPU_OMP_THREADS_BIND": "0|1"}  # one NUMA node: vLLM does not choose by itself
+TWO_CORES: dict[str, str | None] = {"VLLM_CPU_OMP_THREADS_BIND": "0|1"}  # one NUMA node: vLLM does not choose by itself
 
 Offline = Callable[..., OfflineEngine]
 
@@ -37,7 +37,7 @@ def test_two_pipeline_stages_restore_exactly(offline: Offline, service: ServiceP
         "block_size": BLOCK_TOKENS, "pipeline_parallel_size": 2, "gpu_memory_utilization": STAGE_BYTES / memory_bytes,
     }  # fmt: skip
     # With a KV cache of a given size and no compiling vLLM runs no warm-up, and its stages have no buffers then.
-    environment = TWO_CORES | {"VLLM_CPU_KVCACHE_SPACE": ""}
+    environment = TWO_CORES | {"VLLM_CPU_KVCACHE_SPACE": None}
     with offline(llm("llama", models, **more), transfer=transfer(service), environment=environment) as first:
         [cold] = first.generate([PROMPT], max_tokens=TOKENS)
         [local] = first.generate([PROMPT], max_tokens=TOKENS)
@@ -56,8 +56,7 @@ def test_latent_attention_is_stored_once_for_two_ranks(offline: Offline, service
         first.generate([PROMPT], max_tokens=TOKENS)
         [local] = first.generate([PROMPT], max_tokens=TOKENS)
         wait_stored(service, BLOCKS)
-        time.sleep(2)
-    assert stored_blocks(service) == BLOCKS
+        until(lambda: first.metrics(SAVED) == {SAVED + ":": stored_blocks(service)})
     with offline(
         llm("deepseek", models, **more), transfer=transfer(service, **PATIENT), environment=TWO_CORES
     ) as second:

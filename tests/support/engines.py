@@ -55,7 +55,7 @@ def same(one: Generated, other: Generated) -> bool:
 
 def stored_blocks(service: ServiceProcess) -> int:
     with perdure.connect(service.data) as client:
-        return int(client.status()["blocks"])
+        return int(client.status()["tenants"].get("default", {"blocks": 0})["blocks"])
 
 
 def wait_stored(service: ServiceProcess, blocks: int) -> None:

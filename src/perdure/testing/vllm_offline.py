@@ -20,7 +20,7 @@ import os
 import subprocess
 import sys
 import threading
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from queue import Empty, SimpleQueue
@@ -62,7 +62,7 @@ class OfflineEngine(ProcessGroup):
         log: Path,
         *,
         transfer: dict[str, Any] | None = None,
-        environment: dict[str, str] | None = None,
+        environment: Mapping[str, str | None] | None = None,
         wait: bool = True,
     ) -> None:
         super().__init__(

@@ -16,6 +16,7 @@ import os
 import signal
 import subprocess
 import time
+from collections.abc import Mapping
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -63,21 +64,22 @@ def tiering(*tiers: dict[str, Any], cpu_bytes: int = GIB) -> dict[str, Any]:
 
 
 class ProcessGroup:
-    """A command in a session of its own. environment: added to this process's."""
+    """A command in a session of its own. environment: added to this process's; None removes a variable."""
 
     def __init__(
         self,
         command: list[str],
         log: Path,
         *,
-        environment: dict[str, str] | None = None,
+        environment: Mapping[str, str | None] | None = None,
         streams: dict[str, Any] | None = None,
     ) -> None:
         self.log = log
         with log.open("ab") as file:
             self._begin = file.tell()
             options: dict[str, Any] = {"stdin": subprocess.DEVNULL, "stdout": file, "stderr": file} | (streams or {})
-            options["env"] = DEFAULTS | os.environ | ENVIRONMENT | (environment or {})
+            given = {**DEFAULTS, **os.environ, **ENVIRONMENT, **(environment or {})}
+            options["env"] = {name: value for name, value in given.items() if value is not None}
             self.process: subprocess.Popen[Any] = subprocess.Popen(bound(command), start_new_session=True, **options)
 
     def __enter__(self) -> Any:
