@@ -35,13 +35,17 @@ _ATTENTION = {"FullAttentionSpec", "MLAAttentionSpec", "SlidingWindowSpec"}
 
 @dataclass(frozen=True, slots=True)
 class Group:
-    """One KV-cache group of one rank. window_tokens: how far its layers look back, None for all of the sequence."""
+    """One KV-cache group of one rank. window_tokens: how far its layers look back, None for all of the sequence.
+
+    copy: how many ranks before this one hold the same blocks; the first of them stores for all.
+    """
 
     number: int
     layer_names: tuple[str, ...]
     block_tokens: int
     window_tokens: int | None
     layout: KVLayout
+    copy: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -235,7 +239,7 @@ def _group(
                    for name, spec in named],
         "window": window,
     }  # fmt: skip
-    heads, replicated = _heads(vllm_config, first, tp_rank)
+    heads, replicated, copy = _heads(vllm_config, first, tp_rank)
     kv_dtype = _kv_dtype(vllm_config, first)
     layout = KVLayout(
         block_tokens=first.block_size,
@@ -250,7 +254,7 @@ def _group(
         scales=scales if kv_dtype.startswith("float8") else "",
         isa=_isa(vllm_config, first),
     )
-    return Group(number, tuple(group.layer_names), first.block_size, window, layout)
+    return Group(number, tuple(group.layer_names), first.block_size, window, layout, copy)
 
 
 def _is_windowed(spec: Any) -> bool:
@@ -262,15 +266,15 @@ def _layer_index(name: str) -> int:
     return int(found.group(1)) if found else 0
 
 
-def _heads(vllm_config: Any, spec: Any, tp_rank: int) -> tuple[tuple[int, int], bool]:
-    """KV heads of this shard as (first, count), and whether every rank holds the same."""
+def _heads(vllm_config: Any, spec: Any, tp_rank: int) -> tuple[tuple[int, int], bool, int]:
+    """KV heads of this shard as (first, count), whether every rank holds the same, and how many before it do."""
     count = int(spec.num_kv_heads)
     if type(spec).__name__ == "MLAAttentionSpec":
-        return (0, count), True
+        return (0, count), True, tp_rank
     tp = int(vllm_config.parallel_config.tensor_parallel_size)
     total = int(vllm_config.model_config.get_total_num_kv_heads())
     ranks_per_shard = max(1, tp // max(1, total))
-    return (tp_rank // ranks_per_shard * count, count), False
+    return (tp_rank // ranks_per_shard * count, count), False, tp_rank % ranks_per_shard
 
 
 def _dtype_name(dtype: Any) -> str:

@@ -1,0 +1,86 @@
+"""Layouts of the KV cache and ways to spread an engine: what one real engine stored the next one restores exactly."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from support import tiny_models
+from support.engines import PATIENT, needs_vllm, same, stored_blocks, transfer, wait_stored
+from support.tiny_models import llm, prompt
+
+from perdure.limits import GIB
+from perdure.testing.transport import ServiceProcess, until
+from perdure.testing.vllm_offline import OfflineEngine
+
+pytestmark = [needs_vllm, pytest.mark.slow]
+
+TOKENS = 16
+BLOCK_TOKENS = 32
+BLOCKS = 21
+CACHED = BLOCKS * BLOCK_TOKENS
+PROMPT = prompt(700, 5)
+SAVED = "vllm:perdure_saved_blocks"  # of all ranks
+STAGE_BYTES = 3 * GIB
+TWO_CORES: dict[str, str | None] = {"VLLM_CPU_OMP_THREADS_BIND": "0|1"}  # one NUMA node: vLLM does not choose by itself
+
+Offline = Callable[..., OfflineEngine]
+
+
+def test_two_pipeline_stages_restore_exactly(offline: Offline, service: ServiceProcess, models: Path) -> None:
+    """Each stage stores the layers it has; a prefix ends where one of them has no block."""
+    memory_bytes = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    more: dict[str, Any] = {
+        "block_size": BLOCK_TOKENS, "pipeline_parallel_size": 2, "gpu_memory_utilization": STAGE_BYTES / memory_bytes,
+    }  # fmt: skip
+    # With a KV cache of a given size and no compiling vLLM runs no warm-up, and its stages have no buffers then.
+    environment = TWO_CORES | {"VLLM_CPU_KVCACHE_SPACE": None}
+    with offline(llm("llama", models, **more), transfer=transfer(service), environment=environment) as first:
+        [cold] = first.generate([PROMPT], max_tokens=TOKENS)
+        [local] = first.generate([PROMPT], max_tokens=TOKENS)
+        wait_stored(service, 2 * BLOCKS)
+    assert same(cold, local)
+    patient = transfer(service, **PATIENT)
+    with offline(llm("llama", models, **more), transfer=patient, environment=environment) as second:
+        [restored] = second.generate([PROMPT], max_tokens=TOKENS)
+    assert restored.cached_tokens == CACHED
+    assert same(cold, restored)
+
+
+def test_latent_attention_is_stored_once_for_two_ranks(offline: Offline, service: ServiceProcess, models: Path) -> None:
+    more: dict[str, Any] = {"block_size": BLOCK_TOKENS, "tensor_parallel_size": 2}
+    with offline(llm("deepseek", models, **more), transfer=transfer(service), environment=TWO_CORES) as first:
+        first.generate([PROMPT], max_tokens=TOKENS)
+        [local] = first.generate([PROMPT], max_tokens=TOKENS)
+        wait_stored(service, BLOCKS)
+        until(lambda: first.metrics(SAVED) == {SAVED + ":": stored_blocks(service)})
+    with offline(
+        llm("deepseek", models, **more), transfer=transfer(service, **PATIENT), environment=TWO_CORES
+    ) as second:
+        [restored] = second.generate([PROMPT], max_tokens=TOKENS)
+    assert (local.cached_tokens, restored.cached_tokens) == (CACHED, CACHED)
+    assert same(local, restored)
+
+
+def test_an_fp8_cache_is_restored_under_its_own_scales_only(
+    offline: Offline, service: ServiceProcess, models: Path
+) -> None:
+    def arguments(scale: float) -> dict[str, Any]:
+        path = str(tiny_models.fp8_scales(models, scale))
+        return llm("llama", models, block_size=BLOCK_TOKENS, kv_cache_dtype="fp8") | {"model": path}
+
+    with offline(arguments(0.02), transfer=transfer(service)) as first:
+        first.generate([PROMPT], max_tokens=TOKENS)
+        [local] = first.generate([PROMPT], max_tokens=TOKENS)
+        wait_stored(service, BLOCKS)
+    patient = transfer(service, model="llama", **PATIENT)
+    with offline(arguments(0.02), transfer=transfer(service, **PATIENT)) as second:
+        [restored] = second.generate([PROMPT], max_tokens=TOKENS)
+    assert restored.cached_tokens == CACHED
+    assert same(local, restored)
+    with offline(arguments(0.05), transfer=patient) as third:
+        [other] = third.generate([PROMPT], max_tokens=TOKENS)
+    assert other.cached_tokens == 0
