@@ -39,6 +39,7 @@ if TYPE_CHECKING:
     from perdure.errors import StoreLocked as StoreLocked
     from perdure.errors import StorePathError as StorePathError
     from perdure.errors import UnknownOption as UnknownOption
+    from perdure.governance.actor import tracing as tracing
     from perdure.io.memory import aligned_buffer as aligned_buffer
     from perdure.keys import KVLayout as KVLayout
     from perdure.keyspace import Keyspace as Keyspace
@@ -63,6 +64,7 @@ _HOME = {
         "ProtocolError", "ReadOnlyStore", "ServiceBusy", "ServiceUnavailable", "StaleFence", "StoreClosed",
         "StoreLocked", "StorePathError", "UnknownOption",
     ),
+    "governance.actor": ("tracing",),
     "io.memory": ("aligned_buffer",),
     "keys": ("KVLayout",),
     "advice": ("Advice",),

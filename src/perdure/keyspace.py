@@ -10,8 +10,9 @@ import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
+from contextvars import copy_context
 from numbers import Integral, Real
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -29,6 +30,8 @@ from perdure.reports import ReadReport, WriteReport
 from perdure.segments.format import record_bytes
 from perdure.session import Scope, SessionVerbs
 from perdure.writing import Terms
+
+T = TypeVar("T")
 
 
 class PinHandle:
@@ -189,19 +192,22 @@ class Keyspace(SessionVerbs):
         """`read` in the background. Give every call memory of its own. `deadline_s` counts from now, not from when a
         thread is free."""
         self._check()
-        return self._core.calls.submit(self._late_start, self.read, time.monotonic(), keys, into, options)
+        return self._submit(self.read, keys, into, options)
 
     def submit_write(self, keys: KeyArray | Sequence[bytes], blocks: Any, **options: Any) -> Future[WriteReport]:
         """`write` in the background. The blocks' memory must not change before the future is done."""
         self._check()
-        return self._core.calls.submit(self._late_start, self.write, time.monotonic(), keys, blocks, options)
+        return self._submit(self.write, keys, blocks, options)
 
-    @staticmethod
-    def _late_start(verb: Callable[..., Any], submitted: float, keys: Any, data: Any, options: dict[str, Any]) -> Any:
-        given = seconds_of(options.get("deadline_s"))
-        if given is not None:
-            options = options | {"deadline_s": max(0.0, given - (time.monotonic() - submitted))}
-        return verb(keys, data, **options)
+    def _submit(self, verb: Callable[..., T], keys: Any, data: Any, options: dict[str, Any]) -> Future[T]:
+        submitted = time.monotonic()
+
+        def later() -> T:
+            given = seconds_of(options.get("deadline_s"))
+            late = {} if given is None else {"deadline_s": max(0.0, given - (time.monotonic() - submitted))}
+            return verb(keys, data, **(options | late))
+
+        return self._core.calls.submit(copy_context().run, later)
 
     # --- lifetimes
     def reserve(
@@ -254,7 +260,10 @@ class Keyspace(SessionVerbs):
         self._check()
         self._writable()
         check_seconds(ttl_s, "ttl_s", limits.pin_ttl_s_max)
-        pin_id = self._core.pins.add(naming.check_keys(keys), ttl_s)
+        array, audit = naming.check_keys(keys), self._core.audit
+        if audit is not None and len(array):
+            audit.append(audit.message("pin", self, array, detail=f"{ttl_s:g} s"))
+        pin_id = self._core.pins.add(array, ttl_s)
         return PinHandle(self._core, pin_id, self._core.clock.boottime() + ttl_s)
 
     # --- sessions

@@ -187,6 +187,8 @@ corrupt_segments_per_window_max: Final = 4
 audit_checkpoint_s: Final = 1.0  # what was appended since is not signed yet
 audit_checkpoint_records: Final = 10_000
 audit_file_bytes: Final = 64 * MIB  # then it is closed, digested, and another one begun
+trace_bytes_max: Final = 128  # of a caller's trace id; a traceparent has 55
+audit_denials_records_max: Final = 100  # kinds of denials told one by one, per audit_checkpoint_s; then together
 audit_reserve_bytes: Final = 1 * MIB  # disk space kept ahead of the log, so that a full disk shows before an operation
 
 # --- keys -----------------------------------------------------------------------------------------------------

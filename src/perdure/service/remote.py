@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
+from contextvars import copy_context
 from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
@@ -254,7 +255,7 @@ class RemoteKeyspace(RemoteReads, SessionVerbs):
             late = {} if given is None else {"deadline_s": max(0.0, given - (time.monotonic() - submitted))}
             return verb(keys, data, **(options | late))
 
-        return self._calls.submit(later)
+        return self._calls.submit(copy_context().run, later)
 
     # --- lifetimes
     def reserve(

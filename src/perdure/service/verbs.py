@@ -20,7 +20,8 @@ from perdure.catalog.api import Lease
 from perdure.core import Core
 from perdure.errors import AccessDenied, CatalogError, InvalidArgument, ProtocolError, ServiceBusy
 from perdure.flight import Wish
-from perdure.governance.audit import Event, acting
+from perdure.governance.actor import acting
+from perdure.governance.audit import AuditLog, Event
 from perdure.keyspace import Keyspace
 from perdure.reports import ReadReport, WriteStatus
 from perdure.segments.landing import BlockStatus
@@ -35,7 +36,7 @@ from perdure.store import Store
 from perdure.viewing import fetch
 
 if TYPE_CHECKING:
-    from perdure.service.guard import Guard
+    from perdure.service.guard import Guard, Opening
 
 _CLIENTS_TOLD_MAX = 200  # so that the answer fits a message
 
@@ -76,7 +77,7 @@ class Verbs:
     def answer(self, peer: Peer, question: Any, fds: list[int]) -> Reply:
         if self._core.audit is None:
             return self._guarded(peer, question, fds)
-        with acting(peer.who):
+        with acting(peer.who, getattr(question, "trace", "")):
             return self._guarded(peer, question, fds)
 
     def _guarded(self, peer: Peer, question: Any, fds: list[int]) -> Reply:
@@ -113,6 +114,8 @@ class Verbs:
         if mapped:
             self._domains.get(space.tenant_id)
         number = peer.open_space(space, opening)
+        if self._core.audit is not None:
+            self._core.audit.note(_grant(self._core.audit, peer, space, opening, mapped=mapped))
         return m.SpaceOpened(q.id, number, space.digest, space.shared_digest, space.tenant_id, mapped), []
 
     def _exchange(self, peer: Peer, q: m.Exchange) -> Reply:
@@ -383,6 +386,18 @@ class Verbs:
 def _unseen_forbidden(core: Core) -> bool:
     """Whether engines may not read memory without a message."""
     return core.audit is not None and core.audit.every_read
+
+
+def _grant(audit: AuditLog, peer: Peer, space: Keyspace, opening: Opening | None, *, mapped: bool) -> Event:
+    """The record of a keyspace that was opened: whoever holds it may do that until it disconnects."""
+    event = Event(
+        "grant", who=peer.who, tenant=space.tenant, space=audit.id_of("space", space.digest),
+        detail="everything" if opening is None else ", ".join(sorted(opening.capability.actions)),
+        outcome="mapped" if mapped else "by message",
+    )  # fmt: skip
+    if opening is not None:
+        event.who, event.policy = event.who + opening.on_behalf, opening.capability.policy
+    return event
 
 
 def _wait_until(peer: Peer, q: m.Reserve | m.Follow) -> float:
