@@ -405,6 +405,25 @@ def test_two_ranks_have_what_both_have(engine: Callable[..., Any], served: Serve
     assert third.counters["failed_loads"] == 2
 
 
+def test_what_all_ranks_hold_is_stored_once(engine: Callable[..., Any]) -> None:
+    """Latent attention: the first rank stores, every rank loads."""
+    from support.engine_sim import answer
+
+    prompt = prompt_of(300)
+    first = engine(ranks=2, latent=True)
+    first.ask("a", prompt, tokens=1)
+    first.settle()
+    first.ask("b", prompt_of(5), tokens=1)  # a step brings the counts
+    assert first.counters["saved_blocks"] == 18
+    second = engine(ranks=2, latent=True)
+    assert second.ask("a", prompt, tokens=30) == answer(prompt, 30)
+    assert second.external["a"] == 288
+    assert second.counters["loads"] == 2
+    alone = engine(latent=True)
+    alone.ask("a", prompt)
+    assert alone.external["a"] == 0
+
+
 def test_a_canary_that_differs_turns_the_connector_off_until_told(engine: Callable[..., Any], served: Served) -> None:
     from perdure.engines import control
 

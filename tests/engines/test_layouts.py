@@ -13,6 +13,7 @@ from support.tiny_models import llm, prompt
 
 from perdure.testing.transport import ServiceProcess, until
 from perdure.testing.vllm_offline import OfflineEngine
+from perdure.testing.vllm_process import EngineFailed
 
 pytestmark = [needs_vllm, pytest.mark.slow]
 
@@ -26,6 +27,8 @@ SAVED = "vllm:perdure_saved_blocks"  # of all ranks
 TWO_CORES: dict[str, str | None] = {"VLLM_CPU_OMP_THREADS_BIND": "0|1"}
 ONE_CORE: dict[str, str | None] = {"VLLM_CPU_OMP_THREADS_BIND": "1|1"}  # stages that wait spin: one is for the service
 
+AMX = "amx_tile" in Path("/proc/cpuinfo").read_text()
+
 Offline = Callable[..., OfflineEngine]
 
 
@@ -37,7 +40,7 @@ def saved_blocks(engine: OfflineEngine) -> float:
 
 def test_two_pipeline_stages_restore_exactly(offline: Offline, service: ServiceProcess, models: Path) -> None:
     """Each stage stores the layers it has; a prefix ends where one of them has no block."""
-    # In its eager mode on CPUs vLLM runs no warm-up, and a stage then has no buffers for what comes from the one before.
+    # In its eager mode on CPUs vLLM runs no warm-up, and a stage has no buffers then for what the one before sends.
     more: dict[str, Any] = {
         "block_size": BLOCK_TOKENS, "pipeline_parallel_size": 2, "enforce_eager": False,
         "compilation_config": {"mode": 2, "backend": "eager"},
@@ -55,6 +58,17 @@ def test_two_pipeline_stages_restore_exactly(offline: Offline, service: ServiceP
     assert same(cold, restored)
 
 
+@pytest.mark.skipif(AMX, reason="with AMX vLLM's latent attention is supported")
+def test_latent_attention_without_amx_is_refused(
+    offline: Offline, service: ServiceProcess, models: Path, tmp_path: Path
+) -> None:
+    """vLLM's CPU_MLA computes something else behind a prefix, so it does not even use its own cache."""
+    with pytest.raises(EngineFailed):
+        offline(llm("deepseek", models), transfer=transfer(service))
+    assert "latent attention on a CPU without AMX is not supported" in (tmp_path / "vllm-0.log").read_text()
+
+
+@pytest.mark.skipif(not AMX, reason="without AMX vLLM's latent attention is refused")
 def test_latent_attention_is_stored_once_for_two_ranks(offline: Offline, service: ServiceProcess, models: Path) -> None:
     more: dict[str, Any] = {"block_size": BLOCK_TOKENS, "tensor_parallel_size": 2}
     with offline(llm("deepseek", models, **more), transfer=transfer(service), environment=TWO_CORES) as first:

@@ -35,6 +35,7 @@ from vllm.v1.kv_cache_interface import (
     FullAttentionSpec,
     KVCacheConfig,
     KVCacheGroupSpec,
+    MLAAttentionSpec,
     SlidingWindowSpec,
 )
 from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
@@ -88,8 +89,8 @@ def _config(folder: Path, url: str, extra: dict[str, Any], children: Sequence[di
 
 class SimEngine:
     """children: settings of several connectors in a MultiConnector, or configurations of other ones. blocks: of the
-    cache. window_tokens: adds a KV-cache group with a sliding window. ranks: of tensor parallelism. scale: by which its
-    KV differs from that of others. block_tokens, dtype: of its cache."""
+    cache. window_tokens: adds a KV-cache group with a sliding window. ranks: of tensor parallelism. latent: all of them
+    hold the same. scale: by which its KV differs from that of others. block_tokens, dtype: of its cache."""
 
     def __init__(
         self,
@@ -101,18 +102,22 @@ class SimEngine:
         extra: dict[str, Any] | None = None,
         children: Sequence[dict[str, Any]] = (),
         ranks: int = 1,
+        latent: bool = False,
         scale: float = 1.0,
         block_tokens: int = BLOCK_TOKENS,
         dtype: torch.dtype = torch.float32,
         **arguments: Any,
     ):
-        self.scale, self.block_tokens, self.dtype = scale, block_tokens, dtype
+        self.scale, self.block_tokens, self.dtype, self.latent = scale, block_tokens, dtype, latent
         self.config = _config(
             folder, url, extra or {}, children, tensor_parallel_size=ranks, block_size=block_tokens,
             dtype=str(dtype).removeprefix("torch."), **arguments,
         )  # fmt: skip
         self.config.cache_config.num_gpu_blocks = blocks
-        full = FullAttentionSpec(block_size=block_tokens, num_kv_heads=HEADS, head_size=HEAD_DIM, dtype=dtype)
+        full: Any = FullAttentionSpec(block_size=block_tokens, num_kv_heads=HEADS, head_size=HEAD_DIM, dtype=dtype)
+        if latent:
+            size = HEADS * 2 * HEAD_DIM
+            full = MLAAttentionSpec(block_size=block_tokens, num_kv_heads=1, head_size=size, dtype=dtype)
         groups = [KVCacheGroupSpec([f"layers.{at}.attn" for at in range(LAYERS)], full)]
         self.windows: list[int | None] = [None]
         if window_tokens is not None:
@@ -307,7 +312,7 @@ class SimEngine:
             low = 0 if window is None else max(0, first - window + 1)
             for number, cache in enumerate(cache for caches in self.caches for cache in caches):
                 rank, layer = divmod(number, LAYERS)
-                layer += 10 * rank  # each holds something else
+                layer += 0 if self.latent else 10 * rank  # each holds something else
                 blocks = torch.tensor(table)
                 positions = torch.arange(low, first)
                 there = cache[blocks[positions // self.block_tokens], 0, positions % self.block_tokens, 0]

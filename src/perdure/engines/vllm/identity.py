@@ -82,6 +82,13 @@ def refusals(vllm_config: Any, kv_cache_config: Any | None = None) -> list[Refus
                 f"{TIER}, or method ngram",
             )
         )  # fmt: skip
+    if loses_prefixes(vllm_config):
+        found.append(
+            Refusal(
+                "latent attention on a CPU without AMX", "attention backend CPU_MLA, wrong behind any prefix",
+                "a CPU with AMX, or a GPU",
+            )
+        )  # fmt: skip
     if kv_cache_config is None and getattr(getattr(vllm_config, "model_config", None), "has_inner_state", False):
         found.append(Refusal("Mamba or linear attention state", "the model", TIER))
     if kv_cache_config is not None:
@@ -90,6 +97,21 @@ def refusals(vllm_config: Any, kv_cache_config: Any | None = None) -> list[Refus
         if layout in _SCATTERED:
             found.append(Refusal("a KV cache with pages in pieces", f"KV layout {layout}", "layout LBHNC or LBNHC"))
     return found
+
+
+def loses_prefixes(vllm_config: Any) -> bool:
+    """Whether this engine computes something else behind a prefix than without one, whoever has the prefix.
+
+    So does vLLM 0.32's CPU_MLA, in fp32 from the first token on, behind its own cache too if that is forced on. vLLM
+    turns its cache and chunked prefill off for it, but asks connectors all the same.
+    """
+    if not getattr(getattr(vllm_config, "model_config", None), "use_mla", False):
+        return False
+    if vllm_config.cache_config.enable_prefix_caching or vllm_config.scheduler_config.enable_chunked_prefill:
+        return False
+    from vllm.platforms import current_platform
+
+    return bool(current_platform.is_cpu())
 
 
 def config_of(model: str) -> Any:
@@ -165,6 +187,7 @@ def check_supported(vllm_config: Any, kv_cache_config: Any | None = None) -> Non
 _TABLE = (
     ("full attention, grouped or multi-head", "supported"),
     ("multi-head latent attention (MLA)", "supported, stored once for all ranks"),
+    ("MLA on a CPU without AMX", "refused; vLLM's CPU_MLA computes wrongly behind any prefix"),
     ("sliding window, several KV-cache groups", "supported"),
     ("chunked prefill, preemption, priority, abort, n > 1", "supported"),
     ("prefix caching off", "supported"),
