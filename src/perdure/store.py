@@ -55,6 +55,7 @@ from perdure.options import parse_size, refuse_unknown
 from perdure.pool.dram import DramPool
 from perdure.prefetch import Prefetcher
 from perdure.presence import PresenceIndex
+from perdure.publications import Publications, Publishing
 from perdure.publishing import flush_pending
 from perdure.rates import PROBE_PATH, Rates
 from perdure.segments.health import Health
@@ -88,7 +89,7 @@ class Seams:
     pool: Callable[[int], DramPool] = DramPool
 
 
-class Store:
+class Store(Publishing):
     """One open directory. Made by `perdure.open`."""
 
     def __init__(
@@ -144,6 +145,7 @@ class Store:
             undo.pop_all()
         self._prefetcher = Prefetcher(self._core)
         self._core.sessions = Sessions(self._core, self._check, self._prefetcher)
+        self._core.publications = Publications(self._core, self._check)
         self._admissions = Admissions(admission, self._core.clock.boottime, self._core.kept_s)
         self._keeper = Keeper(self._core)
         if not read_only:
@@ -243,6 +245,7 @@ class Store:
         inspect.register(self._core, space)
         self._spaces[space.digest] = space
         self._prefetcher.know(space)
+        self._core.publications.prepare(space)
         return space
 
     def sessions(self, tenant: str | None = None) -> list[dict[str, Any]]:
