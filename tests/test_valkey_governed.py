@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from pathlib import Path
 from types import SimpleNamespace
@@ -21,13 +22,14 @@ from support.cluster import cluster as servers
 import perdure
 from perdure import limits
 from perdure.cli import main
+from perdure.errors import InvalidArgument
 from perdure.governance import audit_look
 from perdure.governance.terms import Document, Quota
 from perdure.segments.format import record_bytes
 from perdure.segments.reclaim import Reclaimer
 from perdure.service import messages as m
 from perdure.service.quotas import Quotas
-from perdure.testing.store import BLOCK_BYTES, FOUND, STORED, chain, keyspace, read, write
+from perdure.testing.store import BLOCK_BYTES, DENIED, FOUND, STORED, block_of, chain, keyspace, read, write
 
 
 @pytest.fixture(scope="module")
@@ -125,3 +127,26 @@ def test_a_quota_is_shared(hosts: Hosts, monkeypatch: pytest.MonkeyPatch) -> Non
         eventually(lambda: any(writer.write(next(numbers), 1) for writer in writers), "a part has ended")
     assert not any(writer.write(next(numbers), 1) for writer in writers)
     assert stored() == most
+
+
+def test_what_one_host_encrypts_the_others_read(hosts: Hosts) -> None:
+    stores = [hosts.add(encryption="on") for _ in range(3)]
+    spaces = [keyspace(store, tenant=f"tenant{hosts.folder.name}") for store in stores]
+    chains = [chain(space, number, 4) for number, space in enumerate(spaces)]
+    with ThreadPoolExecutor(len(stores)) as threads:  # all make the tenant's key, and what wraps it, at the same time
+        assert list(threads.map(write, spaces, chains)) == [[STORED] * 4] * 3
+    for space in spaces:
+        assert [read(space, keys) for keys in chains] == [[FOUND] * 4] * 3
+    assert len(list((hosts.folder / "data" / "keystore" / "tenants").iterdir())) == 1
+    plain = block_of(chains[0][0].tobytes(), 64)
+    segments = [path.read_bytes() for path in (hosts.folder / "data" / "segments").rglob("*.seg")]
+    assert len(segments) == 3
+    assert not any(plain in segment for segment in segments)
+    with pytest.raises(InvalidArgument, match="keys rotate"):
+        stores[0].rotate_kek()
+    late = hosts.add()  # as the store was opened the last time
+    space = keyspace(late, tenant=f"tenant{hosts.folder.name}")
+    assert [read(space, keys) for keys in chains] == [[FOUND] * 4] * 3
+    (hosts.folder / "data" / "keystore" / "kek.json").unlink()
+    denied = keyspace(hosts.add(), tenant=f"tenant{hosts.folder.name}")
+    assert read(denied, chains[0]) == [DENIED] * 4
