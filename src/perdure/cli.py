@@ -328,6 +328,9 @@ for _command in (
     cli_audit.audit,
     cli_keys.keys,
     cli_erase.erase,
+    cli_erase.hold,
+    cli_erase.unhold,
+    cli_erase.lifecycle,
     cli_cluster.cluster,
 ):
     main.add_command(_command)

@@ -29,7 +29,7 @@ from perdure.governance.identity import Authority, Capability, Tokens, granted
 from perdure.governance.policy import SPACE_ACTIONS, Policies, Where
 from perdure.governance.principals import Principal
 from perdure.governance.shares import Shares
-from perdure.governance.terms import NARROW, Document
+from perdure.governance.terms import NARROW, Document, lifetimes
 from perdure.governing import GOVERNING, is_retained
 from perdure.service import adopting
 from perdure.service import messages as m
@@ -342,7 +342,7 @@ class Guard:
         q.fields = q.fields | {"tenant": tenant}
 
     def _governing(self, peer: Peer, q: m.Govern) -> None:
-        """Erasing: an operator of the tenant. A hold does not forbid to order it: it is done when the hold ends."""
+        """An operator of the tenant. A hold does not forbid to order an erasure: that waits for the hold's end."""
         action, tenant = GOVERNING.get(q.verb), q.fields.get("tenant")
         if action is None or not isinstance(tenant, str) or not tenant:
             self._service_action(peer, "administer")
@@ -392,6 +392,9 @@ class Guard:
                 mine = {space.tenant for space in peer.spaces} | set(who.tenants)
                 reply.content = own_status(reply.content, mine) if action == "status" else own_block(peer, reply)
             return reply
+        if isinstance(q, m.Govern) and q.verb == "lifecycle" and isinstance(reply, m.Document):
+            for tenant, told in reply.content["tenants"].items():
+                told["terms"] = lifetimes(self.policies.documents.get(tenant))
         if isinstance(q, m.ExplainPrefix) and isinstance(reply, m.Document):
             narrow = peer.openings[q.space].document.scope in NARROW
             elsewhere = [] if narrow else reply.content["elsewhere"]  # a digest is what names are made from
