@@ -108,7 +108,6 @@ PUBLIC = (
     "perdure.__main__",
     "perdure.engines.",
     "perdure.testing.",
-    "perdure.demo.stranger",
     "perdure.benchmarks.engines_lmcache",
     "perdure.catalog.memory",
     "perdure.catalog.faulty",
