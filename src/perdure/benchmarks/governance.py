@@ -3,7 +3,8 @@ long it takes until nothing of a large tenant can be read.
 
 Contract: both sides take turns on stores with the same blocks; bytes do not compress. Cold: no DRAM tier, direct reads
 into the caller's memory. Warm: from the DRAM tier. The large tenant is `store_reopen`'s: records in the catalog that
-point into sparse files; giving those up is not measured. Data goes to a temporary directory below `directory` and is removed.
+point into sparse files; giving those up is not measured. Data goes to a temporary directory below `directory`, and is
+removed.
 """
 
 from __future__ import annotations
