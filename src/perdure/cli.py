@@ -284,6 +284,9 @@ def bench_engines(directory: Path, quick: bool, as_json: bool, sections: tuple[s
         cache_dir=directory / "environments",
     )  # fmt: skip
     _print_report(report, as_json)
+    for failure in report.failed:
+        click.echo(f"perdure: {failure}", err=True)
+    sys.exit(1 if report.failed else 0)
 
 
 @main.command()

@@ -118,13 +118,12 @@ class Store(Governing, Publishing):
         self._closed: str | None = None
         self._spaces: dict[bytes, Keyspace] = {}
         memory_bytes = parse_size(memory, "memory")
-        check_sharing(catalog, state, audit, encryption)
+        check_sharing(catalog, state, encryption)
         identity = directory.prepare(self.path, create=not read_only, clock=seams.clock, catalog=kind_of(catalog))
         with contextlib.ExitStack() as undo:
-            self._lock = None
+            self._lock, place = None, self.path
             if not read_only:
                 try:
-                    place = self.path
                     if catalog is not None:
                         place = directory.state_directory(self.path if state is None else Path(state))
                     self._lock = directory.WriterLock(place, seams.clock)
@@ -140,7 +139,10 @@ class Store(Governing, Publishing):
             self._core = self._assemble(identity, capacity, memory_bytes, read_only, mirror, seams, drop_index, undo)
             self._catalogs.watch(self._core.waiters)
             if not read_only:
-                self._core.audit = open_log(self.path, identity.store, self._core.root_secret, seams.clock.wall, audit)
+                self._core.audit = open_log(
+                    place, identity.store, self._core.root_secret, seams.clock.wall, audit,
+                    one_of_many=self._catalogs.shared,
+                )  # fmt: skip
             if self._core.audit is not None:
                 undo.callback(self._core.audit.close)
                 record_settings(self._core, {"mirror": mirror and str(mirror), "kek": kek, "catalog": kind_of(catalog)})
@@ -358,8 +360,8 @@ def open(path: str | os.PathLike[str], **options: Any) -> Store:  # noqa: A001 (
     admission: which blocks are worth storing: "always", "never", "value" (by expected value, learned; `ValueAdmission`
     with other prices), or a function (`AdmissionRequest` -> mask). codec: default of keyspaces ("auto", "on", "off").
     catalog: "valkey://h1,h2,h3" for a Valkey Cluster in place of LMDB in the directory; see `perdure.catalogs`.
-    audit: "on": keep an audit log in DIR/audit; "reads": and let no engine read memory unseen; "off"; "auto": as last
-    time, at first off.
+    audit: "on": keep an audit log in DIR/audit (with `state`: there); "reads": and let no engine read memory unseen;
+    "off"; "auto": as last time, at first off.
     encryption: of new segments: "on", "off", "tenants:NAME,NAME"; "auto": as last time, at first off. kek: what wraps
     their keys: "" (a file in DIR/keystore), "file:PATH", "vault:URL#KEY", "pkcs11:URI".
     state: with `catalog`: local directory for what only this process may use (a lock); DIR if not given. Processes that

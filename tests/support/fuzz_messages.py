@@ -86,7 +86,7 @@ def questions(rng: random.Random, client: bytes = b"t" * 16) -> list[m.Message]:
             "keyspace": keys[:32], "tokens": rng.randbytes(64), "name": rng.choice(TEXTS), "readers": ["*"],
             "ttl_s": rng.choice(FLOATS), "hashes": None,
         }),
-        m.Sync(number), m.Exchange(number, rng.choice(TEXTS), rng.choice(TEXTS), ["read"]),
+        m.Reload(number), m.Sync(number), m.Exchange(number, rng.choice(TEXTS), rng.choice(TEXTS), ["read"]),
         m.Govern(number, rng.choice(GOVERNING), {
             "tenant": rng.choice(("nobody", "", 7)), "blocks": rng.choice((None, [], [bytes(32)], [b"x"], "x")),
             "session": rng.choice((None, "none", 5)), "id": rng.choice(("", "0" * 16, 3)),

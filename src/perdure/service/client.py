@@ -205,6 +205,10 @@ class RemoteStore(GovernanceVerbs, PublicationVerbs):
     def govern(self, verb: str, fields: dict[str, Any]) -> dict[str, Any]:
         return self._document(lambda i: m.Govern(i, verb, fields))
 
+    def reload_policy(self) -> dict[str, Any]:
+        """Have the service read its policy anew. Raises PolicyError: the one before stays in force."""
+        return self._document(m.Reload)
+
     def publication_ask(self, verb: str, fields: dict[str, Any]) -> dict[str, Any]:
         return self._document(lambda i: m.Publication(i, verb, fields))
 
