@@ -15,7 +15,7 @@ from perdure import lifecycle, limits, session_admin
 from perdure.catalog.api import as_keys
 from perdure.core import Core
 from perdure.erasure import Erasures, Order
-from perdure.errors import InvalidArgument, ReadOnlyStore
+from perdure.errors import CatalogError, InvalidArgument, ReadOnlyStore
 from perdure.governance.keystore import rotate
 from perdure.governance.verbs import GovernanceVerbs
 from perdure.holds import Holds
@@ -53,6 +53,7 @@ class Governing(GovernanceVerbs):
         return session_admin.administer(self._core, verb, fields)
 
 
+_ATTEMPTS_MAX: Final = 100
 READING: Final = ("erasure", "lifecycle")
 GOVERNING: Final = {"erase": "erase", "hold": "hold", "unhold": "hold", "lifecycle": "hold"}
 """Verbs about a tenant, and what policy calls them."""
@@ -133,9 +134,15 @@ def is_retained(core: Core, fields: Fields, promised_s: float) -> bool:
 
 
 def _end_sessions(core: Core, order: Order) -> None:
-    for key, raw, _ in list(sessions_of(core, order, before_epoch=order.epoch)):
-        core.control.compare_and_set(NAMESPACE, key, raw, None)
-        core.sessions.unpin(key)
+    """Raises CatalogError: it is tried again."""
+    for _ in range(_ATTEMPTS_MAX):
+        left = False
+        for key, raw, _head in list(sessions_of(core, order, before_epoch=order.epoch)):
+            left |= not core.control.compare_and_set(NAMESPACE, key, raw, None)  # or its worker was faster
+            core.sessions.unpin(key)
+        if not left:
+            return
+    raise CatalogError("erase: sessions are changed faster than they can be ended; tried again")
 
 
 def _text(fields: Fields, name: str) -> str:
