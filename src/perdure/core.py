@@ -267,6 +267,7 @@ class Core:
     index_lost: bool = False  # the block index is being rebuilt in the background
     audit: AuditLog | None = None
     sessions: Any = None  # session_heads.Sessions, which is built of this
+    cold: Any = None  # cold.Cold, likewise
 
     def __post_init__(self) -> None:
         self.pending = Pending()

@@ -27,6 +27,7 @@ from typing import Any
 
 from numpy.typing import ArrayLike
 
+from perdure import cold as cold_tier
 from perdure import directory, inspect, limits, session_admin
 from perdure.admission import Admission, Admissions, check
 from perdure.catalog.api import BlockIndex, ControlStore
@@ -40,17 +41,19 @@ from perdure.io.aio import default_engine
 from perdure.io.api import Engine, Files
 from perdure.io.files import PosixFiles
 from perdure.io.memory import Scratch
+from perdure.io.objects import Objects, ObstoreObjects
 from perdure.keeper import CLOCK_KEY, Keeper
 from perdure.keys import KeyspaceIdentity, KVLayout
 from perdure.keyspace import Keyspace
-from perdure.opening import capacity_bytes_of, check_sharing, index_lost_of, segment_bytes_of, take_over
+from perdure.opening import capacity_bytes_of, check_sharing, index_lost_of, roots_of, segment_bytes_of, take_over
 from perdure.options import parse_size, refuse_unknown
 from perdure.pool.dram import DramPool
 from perdure.prefetch import Prefetcher
 from perdure.presence import PresenceIndex
 from perdure.publishing import flush_pending
-from perdure.rates import PROBE_PATH, Rates
+from perdure.rates import Rates
 from perdure.segments.health import Health
+from perdure.segments.moving import Mover
 from perdure.segments.reader import SegmentReader
 from perdure.segments.reclaim import Reclaimer
 from perdure.segments.recovery import Recovery
@@ -65,7 +68,7 @@ _INDEX_BYTES_PER_PAGE = 0.1  # address space for the index: capacity in pages ti
 _FILL_WAIT_S = 30.0
 _OPTIONS = (
     "capacity", "memory", "read_only", "mirror", "admission", "codec", "catalog", "state",
-    "audit", "encryption", "kek", "seams",
+    "audit", "encryption", "kek", "cold", "cold_capacity", "seams",
 )  # fmt: skip
 
 
@@ -79,6 +82,7 @@ class Seams:
     index: Callable[[BlockIndex], BlockIndex] = lambda index: index
     control: Callable[[ControlStore], ControlStore] = lambda control: control
     pool: Callable[[int], DramPool] = DramPool
+    objects: Callable[[str], Objects] = ObstoreObjects
 
 
 class Store:
@@ -100,9 +104,12 @@ class Store:
         audit: str | bool = "auto",
         encryption: str = "auto",
         kek: str = "",
+        cold: str | None = None,
+        cold_capacity: int | str | None = None,
         drop_index: bool = False,
     ):
         self.path = Path(path)
+        self._cold = cold, cold_capacity
         self._codec = codec
         self._open_keys = partial(open_keystore, encryption=encryption, kek=kek)
         self._closed: str | None = None
@@ -165,14 +172,15 @@ class Store:
         sharing = self._catalogs.sharing(control, clock, table)
         if not read_only and not shared:
             take_over(control, sharing.owner)
-        roots = _roots(seams, path, mirror, read_only)
+        roots = roots_of(seams.files, path, mirror, read_only)
+        cold = cold_tier.choice_of(control, table, *self._cold, read_only)
         keys = self._open_keys(path, secret, read_only)
         segments = SegmentStore(roots, secret, keys)
         if not read_only and not shared:
             # a file without a record, too: of a control store that is older than it, nothing may be made unreadable
             keys.tidy(lambda segment: table.get(segment) is not None or segments.exists(segment))
         undo.callback(segments.close)
-        engine, scratch, pool = seams.engine(), Scratch(), seams.pool(memory_bytes)
+        engine, scratch, pool = cold_tier.engine_for(cold, seams.engine()), Scratch(), seams.pool(memory_bytes)
         undo.callback(engine.close)
         undo.callback(pool.close)
         cores = len(os.sched_getaffinity(0))
@@ -185,9 +193,9 @@ class Store:
         reader = SegmentReader(segments, engine, scratch, pool, decode_threads=cores)
         undo.callback(reader.close)
         writer = SegmentWriter(segments, table, engine, scratch, space, clock, sharing.owner, segment_bytes)
-        recovery = Recovery(segments, table, engine, scratch, reader)
+        recovery, mover = Recovery(segments, table, engine, scratch, reader), Mover(table, index, presence, writer)
         reclaimer = Reclaimer(
-            segments, table, space, index, presence, pool, reader, writer, scratch, recovery.entries, pins.alive,
+            segments, table, space, index, presence, pool, reader, writer, mover, scratch, recovery.entries, pins.alive,
             lambda: 0 if steady.paused else int(steady.now()), lambda: _recency_ready(core),
             lambda: sharing.sole(b"room", limits.cluster_turn_s), sharing.used_elsewhere,
         )  # fmt: skip
@@ -202,6 +210,10 @@ class Store:
         )  # fmt: skip
         for record in table.all():
             space.settle(record.segment, core.space_of(record))
+        if cold.url:
+            core.cold = cold_tier.attach(core, cold, mover, seams.objects(cold.url))
+        elif cold.drop and not read_only:
+            cold_tier.drop_all(core)
         if not read_only:
             core.reserve_catalog_space()
         sharing.join(core)
@@ -323,6 +335,8 @@ class Store:
                 steps.callback(core.sharing.leave)
                 steps.callback(core.writer.close)
                 steps.callback(flush_pending, core, last=True)
+                if core.cold is not None:
+                    steps.callback(core.cold.close)
                 steps.callback(self._keeper.stop)
 
     @property
@@ -363,6 +377,8 @@ def open(path: str | os.PathLike[str], **options: Any) -> Store:  # noqa: A001 (
     time, at first off.
     encryption: of new segments: "on", "off", "tenants:NAME,NAME"; "auto": as last time, at first off. kek: what wraps
     their keys: "" (a file in DIR/keystore), "file:PATH", "vault:URL#KEY".
+    cold: "s3://BUCKET/PREFIX": cold segments go there instead of being evicted (`docs/cold-tier.md`); "off", "drop";
+    as last time if not given. cold_capacity: what they may take there (1 TiB).
     state: with `catalog`: local directory for what only this process may use (a lock); DIR if not given. Processes that
     share DIR, on one host or many, need one each.
     seams: clock, files, engine and catalog wrappers, for tests and benchmarks.
@@ -374,6 +390,7 @@ def open(path: str | os.PathLike[str], **options: Any) -> Store:  # noqa: A001 (
     chosen: Mapping[str, Any] = {
         "capacity": None, "memory": "256MiB", "read_only": False, "mirror": None, "admission": "always",
         "codec": "auto", "catalog": None, "state": None, "audit": "auto", "encryption": "auto", "kek": "",
+        "cold": None, "cold_capacity": None,
     } | options  # fmt: skip
     return Store(path, **{"seams": Seams(), **chosen})
 
@@ -401,18 +418,6 @@ def rebuild(
                     "mend that and run it again, or open the store: it goes on trying, and serves what it has"
                 )
         return store.status()
-
-
-def _roots(seams: Seams, path: Path, mirror: str | os.PathLike[str] | None, read_only: bool) -> list[Files]:
-    roots = [seams.files(str(path))]
-    if not read_only:
-        with contextlib.suppress(OSError):
-            roots[0].unlink(PROBE_PATH)  # left by a process that was killed while probing
-    if mirror is not None:
-        if not read_only:
-            Path(mirror).mkdir(mode=0o700, parents=True, exist_ok=True)
-        roots.append(seams.files(str(mirror)))
-    return roots
 
 
 def _recency_ready(core: Core) -> None:
