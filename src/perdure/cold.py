@@ -23,7 +23,7 @@ from perdure.io.gate import DeviceGate
 from perdure.io.objects import Objects, check_url
 from perdure.io.split import SplitEngine
 from perdure.options import parse_size
-from perdure.segments.cold import ColdTier
+from perdure.segments.cold import LEDGER, ColdTier
 from perdure.segments.demotion import Demoter
 from perdure.segments.moving import Mover
 from perdure.segments.promotion import Promoter
@@ -36,11 +36,10 @@ _OFF, _DROP = "off", "drop"
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Choice:
-    """Where cold segments go; url empty: nowhere. drop: those that are somewhere are given up."""
+    """Where cold segments go; url empty: nowhere."""
 
     url: str
     capacity: int
-    drop: bool = False
 
 
 def choice_of(
@@ -65,7 +64,7 @@ def choice_of(
         _remember(control, _URL, url.encode() or None)
         if capacity is not None:
             _remember(control, _CAPACITY, str(nbytes).encode())
-    return Choice(url, nbytes, drop=bool(there) and cold == _DROP)
+    return Choice(url, nbytes)
 
 
 def _remember(control: ControlStore, name: bytes, value: bytes | None) -> None:
@@ -138,8 +137,12 @@ def attach(core: Core, choice: Choice, mover: Mover, objects: Objects) -> Cold:
     return cold
 
 
-def drop_all(core: Core) -> None:
-    """Give up the cold segments and forget their objects, which stay where they are."""
+def drop_unreachable(core: Core) -> None:
+    """Without a cold tier: give up what was in one (`cold="drop"`), and forget its objects, which are not deleted."""
+    if core.cold is not None:
+        return
     for record in core.table.all():
         if record.cold:
             core.reclaimer.drop(record, None)
+    for segment, size in core.control.items(LEDGER):
+        core.control.compare_and_set(LEDGER, segment, size, None)

@@ -311,6 +311,10 @@ class Core:
         finally:
             file.close()
 
+    def count_space(self) -> None:
+        for record in self.table.all():
+            self.space.settle(record.segment, self.space_of(record))
+
     def reserve_catalog_space(self) -> None:
         """Keep disk space for the catalogs that segments cannot take: making room on a full disk needs commits."""
         if self.sharing.shared:  # they are not on this disk

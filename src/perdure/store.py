@@ -208,13 +208,11 @@ class Store:
             workers=ThreadPoolExecutor(cores, thread_name_prefix="perdure-codec"),
             calls=ThreadPoolExecutor(_CALL_THREADS, thread_name_prefix="perdure-call"), index_lost=index_lost,
         )  # fmt: skip
-        for record in table.all():
-            space.settle(record.segment, core.space_of(record))
+        core.count_space()
         if cold.url:
             core.cold = cold_tier.attach(core, cold, mover, seams.objects(cold.url))
-        elif cold.drop and not read_only:
-            cold_tier.drop_all(core)
         if not read_only:
+            cold_tier.drop_unreachable(core)
             core.reserve_catalog_space()
         sharing.join(core)
         undo.callback(sharing.leave)

@@ -77,7 +77,7 @@ class Watched:
     @property
     def answers(self) -> bool:
         """Whether it is worth asking now."""
-        return self.last_error is None or self._clock.monotonic() >= self._again_at
+        return self.last_error is None or self._clock.boottime() >= self._again_at
 
     @contextlib.contextmanager
     def _asking(self) -> Iterator[None]:
@@ -90,7 +90,7 @@ class Watched:
             with self._lock:
                 self._counters.errors += 1
                 self.last_error = str(error)
-                self._again_at = self._clock.monotonic() + self._wait_s
+                self._again_at = self._clock.boottime() + self._wait_s
                 self._wait_s = min(2 * self._wait_s, limits.object_retry_s_max)
             raise
         except FileNotFoundError:

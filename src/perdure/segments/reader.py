@@ -117,15 +117,10 @@ class SegmentReader:
     def _request(self, plan: Plan, run: list[int], requests: list[Request], root: int | None) -> None:
         """One vectored read for adjacent records; what does not fit the vector limit or the alignment is staged."""
         segment, first = plan.rows[run[0]][SEGMENT], plan.rows[run[0]][OFFSET]
-        try:
-            file = self._segments.acquire(segment) if root is None else self._segments.reopen(segment, root=root)
-        except OSError as error:
-            for position in run:
-                self._failed(plan, position, error, None)
+        file = self._opened(plan, run, root)
+        if file is None:
             return
         page, far = limits.page_bytes, isinstance(file, ObjectFile)
-        if far:
-            plan.far.update(run)
         targets = [None if far else self._target(plan, position, root) for position in run]
         sizes = [fmt.record_bytes(plan.rows[position][STORED]) for position in run]
         secret = [plan.rows[position][CIPHER] != fmt.NO_CIPHER for position in run]
@@ -188,6 +183,19 @@ class SegmentReader:
             Request(file, first + piece.offset, piece.buffers, context=(landing, number), settle=landing.drop)
             for number, piece in enumerate(pieces)
         )
+
+    def _opened(self, plan: Plan, run: list[int], root: int | None) -> File | None:
+        """The file of a run. None, and the run has failed, if it cannot be opened."""
+        segment = plan.rows[run[0]][SEGMENT]
+        try:
+            file = self._segments.acquire(segment) if root is None else self._segments.reopen(segment, root=root)
+        except OSError as error:
+            for position in run:
+                self._failed(plan, position, error, None)
+            return None
+        if isinstance(file, ObjectFile):
+            plan.far.update(run)
+        return file
 
     def _target(self, plan: Plan, position: int, root: int | None) -> Parts | Slot | None:
         """The caller's own parts (direct), a DRAM slot, or None for scratch."""
