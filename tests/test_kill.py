@@ -53,7 +53,7 @@ class Life:
 
     def __init__(self, server: Victims, path: Path, rng: random.Random, episode: Episode):
         self.server, self.path, self.rng, self.episode = server, path, rng, episode
-        self.ledger, self.number, self.kills = Ledger(), 0, 0
+        self.ledger, self.number, self.kills, self.sure_checks = Ledger(), 0, 0, 0
         self.options = {"memory": 0, **episode.options}
         self.pins = [[0, 1 + chain, 4] for chain in range(3)] if episode.evicting else []
         for place, chain, count in self.pins:
@@ -81,6 +81,7 @@ class Life:
             victim.hear("checked")
         elif kind == "closing":
             victim.hear("closing")
+        self.sure_checks += kind != "opening"  # one that dies while opening may get as far as its check, or not
         time.sleep(rng.uniform(0, {"opening": 0.06, "writing": 0.15, "closing": 0.015}[kind]))
         self._end(victim)
 
@@ -108,6 +109,7 @@ class Life:
         assert victim.end() == 0, victim.heard[-1]
         self._take(victim)
         assert victim.heard[-1] == ["closed"]
+        self.sure_checks += 1
 
 
 EPISODES = [
@@ -132,7 +134,7 @@ def test_killed_at_random_points(server: Victims, tmp_path: Path, episode: Episo
             life.rebuild()
     life.last_check()
     assert life.kills >= episode.rounds
-    assert life.ledger.checks > episode.rounds // 2
+    assert life.ledger.checks >= life.sure_checks > episode.rounds // 3
     assert life.ledger.acknowledged > 20, "hardly anything was acknowledged; the test proves nothing"
 
 

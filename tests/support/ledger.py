@@ -29,10 +29,12 @@ class Ledger:
     pinned: set[tuple[int, int, int]] = field(default_factory=set)  # (space, chain, position) found after the pin
     checks: int = 0
     acknowledged: int = 0  # blocks that were to last
-    _syncing: dict[int, list[tuple[tuple[int, int], int]]] = field(default_factory=dict)
 
     def take(self, heard: list[list[Any]]) -> None:
-        """Enter what a victim said it was going to do, and what was acknowledged to it."""
+        """Enter what one victim said it was going to do, and what was acknowledged to it, all or the next part. A sync
+        makes durable what was acknowledged before it in the same part."""
+        fresh: set[tuple[tuple[int, int], int]] = set()  # a sync does not bring back what died with earlier victims
+        syncing: dict[int, set[tuple[tuple[int, int], int]]] = {}
         for line in heard:
             match line:
                 case ["begin", place, chain, count]:
@@ -50,13 +52,13 @@ class Ledger:
                             known.fleeting.discard(position)
                         elif position not in known.durable:
                             known.fleeting.add(position)
+                            fresh.add(((place, chain), position))
                         elif lasting[position]:  # as durable as before, maybe in another segment
                             known.durable[position] = segments[position]
                 case ["sync", thread]:
-                    now = [(name, at) for name, known in self.chains.items() for at in known.fleeting]
-                    self._syncing[thread] = now
+                    syncing[thread] = set(fresh)
                 case ["synced", thread]:
-                    for name, position in self._syncing.pop(thread):
+                    for name, position in syncing.pop(thread, ()):
                         self._survives(self.chains[name], position)
                 case ["pinned", place, chain, statuses]:
                     found = {(place, chain, at) for at, status in enumerate(statuses) if status == FOUND}
