@@ -13,6 +13,7 @@ Contract
 from __future__ import annotations
 
 import errno
+import os
 import re
 from collections.abc import Callable, Sequence
 from datetime import timedelta
@@ -26,6 +27,7 @@ from perdure.io.faulty import Fault, FaultPlan
 
 SCHEMES: Final = ("s3", "file")
 _MESSAGE_CHARS_MAX: Final = 200
+_NO_BUCKET: Final = "NoSuchBucket"  # a wrong address, or a bucket that is gone: no verdict about its objects
 
 
 class ObjectStoreError(OSError):
@@ -88,17 +90,20 @@ class ObstoreObjects:
         retry: Any = {"max_retries": limits.object_retries_max, "retry_timeout": timedelta(seconds=call_s)}
         options: dict[str, Any] = {"retry_config": retry}
         if self.where.startswith("s3:"):
-            timeout: Any = {"timeout": f"{call_s:g}s", "connect_timeout": f"{limits.object_connect_s:g}s"}
-            options["client_options"] = timeout
+            client: Any = {
+                "timeout": f"{call_s:g}s", "connect_timeout": f"{limits.object_connect_s:g}s",
+                "allow_http": os.environ.get("AWS_ALLOW_HTTP", "").lower() == "true",  # not looked up if others are given
+            }  # fmt: skip
+            options["client_options"] = client
         else:
             options = {"mkdir": True}
         try:
             self._reads = from_url(self.where, **options)
             if "client_options" in options:  # a segment takes longer than a range
-                options["client_options"] = timeout | {"timeout": f"{limits.object_upload_s:g}s"}
+                options["client_options"] = client | {"timeout": f"{limits.object_upload_s:g}s"}
             self._writes = from_url(self.where, **options)
         except (BaseError, OSError, ValueError) as error:
-            raise InvalidArgument(f"cold={masked(url)!r}: {_first_line(error)}") from None
+            raise InvalidArgument(f"cold={masked(url)!r}: {_reason(error)}") from None
 
     def create(self, name: str, data: Buffer) -> bool:
         try:
@@ -132,13 +137,19 @@ class ObstoreObjects:
         except self._exists:
             raise
         except FileNotFoundError as error:
-            raise FileNotFoundError(errno.ENOENT, f"{self.where}: {_first_line(error)}") from None
+            why = _reason(error)
+            if why.startswith(_NO_BUCKET):
+                raise ObjectStoreError(self.where, why) from None
+            raise FileNotFoundError(errno.ENOENT, f"{self.where}: {why}") from None
         except (self._errors, OSError) as error:
-            raise ObjectStoreError(self.where, _first_line(error)) from None
+            raise ObjectStoreError(self.where, _reason(error)) from None
 
 
-def _first_line(error: BaseException) -> str:
-    return (str(error).splitlines() or [type(error).__name__])[0][:_MESSAGE_CHARS_MAX]
+def _reason(error: BaseException) -> str:
+    """One line: the code that S3 gives, and what the client says of it."""
+    code = re.search("<Code>([A-Za-z]+)</Code>", str(error))
+    line = (str(error).splitlines() or [type(error).__name__])[0]
+    return (f"{code[1]}: {line}" if code else line)[:_MESSAGE_CHARS_MAX]
 
 
 class FaultyObjects:

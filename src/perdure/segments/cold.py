@@ -6,6 +6,8 @@ Contract
 - Order: note in the ledger that there may be an object, create it, change the segment's record, unlink the file. A
   process that dies in between leaves the file, the object or both, each complete, and the ledger knows the object.
 - An object is deleted some time after its segment's record has gone (`collect`), never before. Nobody waits for it.
+  One that is created after that is found by its note, which is written anew each time: a deletion meanwhile fails.
+- A mirrored segment goes there only while its copies are equal: else the only good one could be given up.
 - A store that fails is left alone for a while; reads from it are then late at once. It is never asked under a lock.
 - Objects that lie there count towards the tier's capacity, whatever they are.
 """
@@ -14,6 +16,8 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import errno
+import secrets
 import threading
 from collections.abc import Iterator, Sequence
 
@@ -29,7 +33,7 @@ from perdure.segments.store import SegmentStore
 from perdure.segments.table import SegmentTable
 
 LEDGER = "cold"
-"""Namespace of the control store: segment -> bytes of the object that there may be."""
+"""Namespace of the control store: segment -> bytes of the object that there may be, and when it was noted (random)."""
 _COPY_BYTES = 8 * limits.MIB
 
 
@@ -37,6 +41,7 @@ _COPY_BYTES = 8 * limits.MIB
 class ColdCounters:
     segments_demoted: int = 0
     bytes_demoted: int = 0
+    segments_refused: int = 0  # could not be read, or their copies differ
     objects_deleted: int = 0
     errors: int = 0  # calls that the object store did not answer as it should
     reads: int = 0
@@ -146,26 +151,37 @@ class ColdTier:
 
     def ledger(self) -> dict[bytes, int]:
         """Segment -> bytes of each object that may be there. Raises CatalogError."""
-        return {segment: int(text) for segment, text in self._control.items(LEDGER)}
+        return {segment: int(note.split()[0]) for segment, note in self._control.items(LEDGER)}
+
+    def _note(self, segment: bytes, nbytes: int) -> None:
+        note = f"{nbytes} {secrets.token_hex(8)}".encode()
+        while not self._control.compare_and_set(LEDGER, segment, self._control.get(LEDGER, segment), note):
+            pass  # another process has noted or deleted it this moment
 
     # --- there
     def upload(self, record: SegmentRecord) -> None:
         """Make the segment's object. Raises OSError, CatalogError."""
-        segment, nbytes = record.segment, record.sealed_bytes
-        self._control.compare_and_set(LEDGER, segment, self._control.get(LEDGER, segment), str(nbytes).encode())
-        data = self._whole(record)
-        name = self.name(segment)
+        data = self._whole(record, 0)
+        for root in range(1, len(self._segments.roots)):
+            with contextlib.suppress(FileNotFoundError):
+                if self._whole(record, root) != data:
+                    raise OSError(errno.EIO, "the copies of a mirrored segment differ", record.segment.hex())
+        self._note(record.segment, record.sealed_bytes)
+        self._create(self.name(record.segment), data)
+        self._note(record.segment, record.sealed_bytes)
+
+    def _create(self, name: str, data: memoryview) -> None:
         if self.objects.create(name, data):
             return
-        if self.objects.size(name) == nbytes:  # made by a process that died, or whose answer was lost
+        if self.objects.size(name) == data.nbytes:  # made by a process that died, or whose answer was lost
             return
         self.objects.delete(name)
         if not self.objects.create(name, data):
             raise ObjectStoreError(self.objects.where, f"{name} is there, of another size, and cannot be replaced")
 
-    def _whole(self, record: SegmentRecord) -> memoryview:
+    def _whole(self, record: SegmentRecord, root: int) -> memoryview:
         data = aligned_buffer(record.sealed_bytes).data
-        file = self._segments.reopen(record.segment)
+        file = self._segments.reopen(record.segment, root=root)
         try:
             at = 0
             while at < data.nbytes:
@@ -211,8 +227,8 @@ class ColdTier:
         if not self._looked:
             self.find_left_over()
         self._unlink_left_over()
-        for segment, nbytes in self.ledger().items():
+        for segment, note in self._control.items(LEDGER):
             if self._table.get(segment) is None and self._table.find(segment, fresh=True) is None:
                 self.objects.delete(self.name(segment))
-                self._control.compare_and_set(LEDGER, segment, str(nbytes).encode(), None)
-                self.counters.objects_deleted += 1
+                if self._control.compare_and_set(LEDGER, segment, note, None):
+                    self.counters.objects_deleted += 1

@@ -5,7 +5,8 @@ Contract
   mostly released, or expires soon, is not worth an object: it is dropped.
 - Writes never wait for the object store. They find the room that was made ahead, or evict as without a cold tier.
 - The tier's capacity is kept by dropping the segments there that were used longest ago. Pinned blocks stay.
-- If anything fails nothing is lost: the segment stays where it is and is tried again.
+- If anything fails nothing is lost: the segment stays where it is and is tried again. One that the disk cannot read is
+  left where it is until the store is opened again.
 """
 
 from __future__ import annotations
@@ -47,6 +48,7 @@ class Demoter:
         self._tier, self._reclaimer, self._table, self._space = tier, reclaimer, table, space
         self._index, self._presence = index, presence
         self._entries, self._now_s, self._used_elsewhere = entries, now_s, used_elsewhere
+        self._refused: set[bytes] = set()
         self._running = threading.Lock()
 
     def goal_bytes(self, need: int = 0) -> int:
@@ -66,7 +68,7 @@ class Demoter:
             return self._run(stopped, need)
 
     def _run(self, stopped: Callable[[], bool], need: int) -> int:
-        left: set[bytes] = set()  # those that were looked at
+        left = self._refused.copy()  # and those that were looked at
         went = 0
         try:
             while not self.is_idle(need) and not stopped():
@@ -75,13 +77,25 @@ class Demoter:
                     break
                 victim, upload = chosen
                 left.add(victim.segment)
-                if upload and self._room_for(victim):
-                    self._tier.upload(victim)
+                if upload and self._room_for(victim) and self._uploaded(victim):
                     with self._reclaimer.turn() as mine:
                         went += mine and self._tier.settle(victim)
         except ObjectStoreError:  # counted; it is left alone for a while
             pass
         return went
+
+    def _uploaded(self, victim: SegmentRecord) -> bool:
+        try:
+            self._tier.upload(victim)
+        except FileNotFoundError:  # dropped meanwhile
+            return False
+        except ObjectStoreError:
+            raise
+        except OSError:
+            self._refused.add(victim.segment)
+            self._tier.counters.segments_refused += 1
+            return False
+        return True
 
     def _prepare(self, left: set[bytes], nbytes: int) -> tuple[SegmentRecord, bool] | None:
         """The next segment to go, freed of what is kept on the disk, and whether to upload it; None: there is none."""

@@ -25,6 +25,12 @@ class Mover:
     def __init__(self, table: SegmentTable, index: BlockIndex, presence: PresenceIndex, writer: SegmentWriter):
         self._table, self._index, self._presence, self._writer = table, index, presence, writer
 
+    def stands(self, keys: KeyArray, old: RecordArray) -> NDArray[np.bool_]:
+        """Which blocks are still where these records say. Raises CatalogError."""
+        present, current = self._index.lookup(keys)
+        same: NDArray[np.bool_] = present & (current == old)
+        return same
+
     def move(
         self, keyspace: bytes, keys: KeyArray, old: RecordArray, payloads: Sequence[Parts], *, reserve: bool
     ) -> NDArray[np.bool_]:
@@ -62,8 +68,7 @@ class Mover:
         try:
             return self._index.replace(keys, old, new)
         except CatalogError:
-            present, current = self._index.lookup(keys)
-            moved: NDArray[np.bool_] = present & (current == new)
+            moved = self.stands(keys, new)
             if not moved.any():
                 raise
             return moved

@@ -129,13 +129,19 @@ class Promoter:
         keys, payloads = as_keys(one.key for one in batch), [[one.bytes.view] for one in batch]
         old = np.array([one.row for one in batch], RECORD)
         for attempt in (1, 2):
+            stands = self._mover.stands(keys, old)  # what was erased meanwhile is not written to the disk again
+            if not stands.any():
+                return 0
+            here = np.flatnonzero(stands)
             try:
-                moved = self._mover.move(batch[0].keyspace, keys, old, payloads, reserve=False)
+                moved = self._mover.move(
+                    batch[0].keyspace, keys[here], old[here], [payloads[place] for place in here], reserve=False
+                )
             except NoSpace as error:
                 if attempt == 2 or not self._make_room(error.need):
                     return 0
             else:
-                self.counters.bytes_promoted += int(old["stored_bytes"][moved].sum())
+                self.counters.bytes_promoted += int(old["stored_bytes"][here][moved].sum())
                 return int(moved.sum())
         return 0
 

@@ -317,7 +317,7 @@ class SegmentReader:
     def _failed(self, plan: Plan, position: int, error: OSError, file: File | None) -> None:
         row, short = plan.rows[position], isinstance(error, ShortTransfer)
         if isinstance(error, ObjectStoreError):  # says nothing about the block
-            plan.statuses[position], plan.problems[position] = LATE, str(error)
+            plan.statuses[position], plan.problems[position], plan.unread[position] = LATE, str(error), error
             return
         plan.statuses[position] = BlockStatus.MISSING if short or error.errno in _GONE else BlockStatus.CORRUPT
         plan.problems[position] = f"{'record cut short' if short else 'read failed'}: {error}"
