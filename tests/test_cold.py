@@ -1,66 +1,37 @@
-"""The cold tier: what goes there, what comes back, and what happens when the object store does not do its part.
-
-The object store is a directory (`file://`), behind a plan of faults. tests/test_cold_s3.py has a real one.
-"""
+"""The cold tier: what goes there, what comes back, what it is told. Its faults: tests/test_cold_faults.py."""
 
 from __future__ import annotations
 
-import threading
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-from support.blocks import files_of, wrong_books
+from support.cold import (
+    BLOCK,
+    MIB,
+    PER_SEGMENT,
+    Bucket,
+    Opening,
+    cold_everything,
+    cold_store,
+    fill,
+    flip,
+    opening,
+    segment_of,
+    told,
+)
 
 import perdure
-from perdure import Keyspace, Seams, Store, limits
-from perdure.catalog.api import KeyArray
-from perdure.catalog.faulty import FaultyControl
+from perdure import Seams, limits
+from perdure.catalog.api import RECORD, as_keys
 from perdure.clock import FakeClock
-from perdure.errors import CatalogError, InvalidArgument
-from perdure.io.api import IOClass, IOState, Request
-from perdure.io.engine import ThreadEngine
-from perdure.io.files import PosixFiles
-from perdure.io.objects import FaultyObjects, ObjectFile, Objects, ObjectStoreError, ObstoreObjects
-from perdure.io.siblings import Fault, FaultPlan, FaultWhile, FaultyFiles, NthFault
-from perdure.io.split import SplitEngine
-from perdure.testing.store import CORRUPT, FOUND, LATE, MISSING, STORED, chain, keyspace, read, write
+from perdure.errors import InvalidArgument
+from perdure.segments.store import segment_path
+from perdure.testing.store import FOUND, chain, keyspace, read, write
 from perdure.viewing import fetch
-
-MIB = 1 << 20
-BLOCK = 60_000  # 16 records fill a segment of 1 MiB
-PER_SEGMENT = 16
-Opening = Callable[..., Store]
-
-
-class Bucket:
-    """A directory as an object store, with a plan of faults that tests may change."""
-
-    def __init__(self, folder: Path):
-        self.url, self.folder = f"file://{folder}", folder
-        self.plan: FaultPlan = NthFault(0, "eio")
-
-    def __call__(self, url: str) -> Objects:
-        assert url == self.url
-        return FaultyObjects(ObstoreObjects(url), self)
-
-    def next(self, op: str, path: str, nbytes: int) -> Any:
-        return self.plan.next(op, path, nbytes)
-
-    def wait(self) -> None:
-        self.plan.wait()
-
-    def objects(self) -> list[Path]:
-        return sorted(path for path in self.folder.rglob("*.seg"))
-
-    def asked(self, *ops: str) -> NthFault:
-        """From now on only counts."""
-        self.plan = plan = NthFault(0, "eio", ops=ops)
-        return plan
 
 
 @pytest.fixture
@@ -75,54 +46,8 @@ def clock() -> FakeClock:
 
 @pytest.fixture
 def opened(tmp_path: Path, clock: FakeClock, bucket: Bucket) -> Iterator[Opening]:
-    """Opens the store of this test (8 MiB: seven segments and one kept back); at the end its books must be right."""
-    stores: list[Store] = []
-
-    def opening(**options: Any) -> Store:
-        seams = {name: options.pop(name) for name in ("files", "index", "control") if name in options}
-        chosen = {
-            "capacity": 8 * MIB, "memory": 0, "cold": bucket.url,
-            "seams": Seams(clock=clock, objects=bucket, **seams),
-        } | options  # fmt: skip
-        stores.append(perdure.open(tmp_path / "store", **chosen))
-        assert stores[-1].wait_ready(30.0)
-        return stores[-1]
-
-    yield opening
-    bucket.plan = NthFault(0, "eio")
-    for store in stores:
-        if store._closed is None:
-            store.close()
-    with closing(perdure.open(tmp_path / "store", memory=0, seams=Seams(clock=clock, objects=bucket))) as store:
-        assert store.wait_ready(30.0)
-        store._keeper.chores()
-        assert not wrong_books(store)
-        assert store.verify()["ok"]
-
-
-def fill(store: Store, space: Keyspace, clock: FakeClock, numbers: range, **options: Any) -> list[KeyArray]:
-    """Chains, one segment each, a minute apart; what the disk has no room for is demoted after each."""
-    chains = [chain(space, number, PER_SEGMENT) for number in numbers]
-    for keys in chains:
-        clock.advance(60)
-        assert write(space, keys, **options) == [STORED] * len(keys)
-        if store.core.cold is not None:
-            store.core.cold.demote()
-    return chains
-
-
-def cold_store(opened: Opening, clock: FakeClock, **options: Any) -> tuple[Store, Keyspace, list[KeyArray]]:
-    """A store with twelve chains, the first ones in the cold tier; nothing is promoted by itself."""
-    store = opened(**options)
-    store.core.reader.used_far = None
-    space = keyspace(store, block_bytes=BLOCK)
-    chains = fill(store, space, clock, range(12))
-    assert store.status()["cold"]["segments"] >= 5
-    return store, space, chains
-
-
-def told(store: Store, name: str) -> Any:
-    return store.status()["cold"][name]
+    with opening(tmp_path, clock, bucket) as made:
+        yield made
 
 
 # --- going there
@@ -191,7 +116,7 @@ def test_pinned_and_hot_blocks_stay_on_the_disk(opened: Opening, clock: FakeCloc
 # --- coming back
 def test_a_restore_is_one_ranged_read_per_segment(opened: Opening, clock: FakeClock, bucket: Bucket) -> None:
     """Neighbours are one request, and so are blocks with a small gap between them."""
-    store, space, chains = cold_store(opened, clock)
+    _, space, chains = cold_store(opened, clock)
     asked = bucket.asked("preadv")
     assert read(space, chains[0]) == [FOUND] * PER_SEGMENT
     assert [op for op, _, _ in asked.log] == ["preadv"]
@@ -238,17 +163,6 @@ def test_compressed_blocks_come_back_and_are_promoted(opened: Opening, clock: Fa
     assert told(store, "blocks_promoted") == 64
 
 
-def cold_everything(store: Store) -> None:
-    """Every segment goes to the cold tier."""
-    core = store.core
-    for one in core.writer.open_segments():
-        core.writer.retire(one)
-    for record in core.table.all():
-        if not record.cold:
-            core.cold.tier.upload(record)
-            assert core.cold.tier.settle(record)
-
-
 def test_what_is_used_comes_back_to_the_disk(opened: Opening, clock: FakeClock, bucket: Bucket) -> None:
     """Without a second read of the object; and the object goes when nothing is left of it."""
     store = opened()
@@ -279,6 +193,76 @@ def test_promotion_demotes_what_is_colder_and_evicts_nothing(opened: Opening, cl
     assert [space.lookup(keys) for keys in chains] == [PER_SEGMENT] * 20
 
 
+def test_what_was_removed_meanwhile_is_not_written_to_the_disk_again(opened: Opening, clock: FakeClock) -> None:
+    store = opened()
+    space = keyspace(store, block_bytes=BLOCK)
+    (keys,) = fill(store, space, clock, range(1))
+    cold_everything(store)
+    promoter = store.core.cold.promoter
+
+    def erase_first(key: bytes, keyspace: bytes, row: Any, stored: Any) -> None:
+        store.core.index.remove(as_keys([key]), np.array([row], RECORD))
+        promoter.offer(key, keyspace, row, stored)
+
+    store.core.reader.used_far = erase_first
+    used = store.status()["used_bytes"]
+    assert read(space, keys) == [FOUND] * PER_SEGMENT
+    assert promoter.wait_idle(30.0)
+    assert store.status()["used_bytes"] == used
+    assert told(store, "blocks_promoted") == 0
+    assert told(store, "blocks_left") == PER_SEGMENT
+
+
+# --- leaving it
+def test_objects_go_when_their_blocks_expire(opened: Opening, clock: FakeClock, bucket: Bucket) -> None:
+    store = opened()
+    space = keyspace(store, block_bytes=BLOCK)
+    (lasting,) = fill(store, space, clock, range(1))
+    (brief,) = fill(store, space, clock, range(1, 2), ttl_s=2 * limits.cold_ttl_s_min)
+    cold_everything(store)
+    assert len(bucket.objects()) == 2
+    clock.advance(2 * limits.cold_ttl_s_min + 60)
+    store._keeper.chores()
+    assert [path.stem for path in bucket.objects()] == [segment_of(store, lasting)]
+    assert told(store, "objects_deleted") == 1
+    assert space.lookup(brief) == 0
+
+
+def test_both_copies_of_a_mirrored_segment_leave_the_disk(
+    opened: Opening, clock: FakeClock, bucket: Bucket, tmp_path: Path
+) -> None:
+    store = opened(mirror=tmp_path / "mirror")
+    store.core.reader.used_far = None
+    space = keyspace(store, block_bytes=BLOCK)
+    (keys,) = fill(store, space, clock, range(1), durability="retained")
+    name = segment_path(bytes.fromhex(segment_of(store, keys)))
+    copies = [store.path / name, tmp_path / "mirror" / name]
+    assert all(path.exists() for path in copies)
+    cold_everything(store)
+    assert not any(path.exists() for path in copies)
+    assert read(space, keys) == [FOUND] * PER_SEGMENT
+
+
+def test_a_mirrored_segment_whose_copies_differ_stays(
+    opened: Opening, clock: FakeClock, bucket: Bucket, tmp_path: Path
+) -> None:
+    """The copy that would be uploaded is the bad one; the good one must not go."""
+    store = opened(mirror=tmp_path / "mirror")
+    store.core.reader.used_far = None
+    space = keyspace(store, block_bytes=BLOCK)
+    (keys,) = fill(store, space, clock, range(1), durability="retained")
+    copies = [root / segment_path(bytes.fromhex(segment_of(store, keys))) for root in (store.path, tmp_path / "mirror")]
+    for one in store.core.writer.open_segments():
+        store.core.writer.retire(one)
+    flip(copies[0], 5000)
+    fill(store, space, clock, range(1, 8))
+    assert told(store, "segments_refused") == 1
+    assert all(path.exists() for path in copies)
+    assert bucket.objects()
+    assert read(space, keys) == [FOUND] * PER_SEGMENT
+    flip(copies[0], 5000)
+
+
 # --- the tier's own capacity
 def test_the_tier_keeps_its_capacity_and_drops_what_was_used_longest_ago(
     opened: Opening, clock: FakeClock, bucket: Bucket
@@ -297,186 +281,6 @@ def test_the_tier_keeps_its_capacity_and_drops_what_was_used_longest_ago(
     assert usable[-10:] == [PER_SEGMENT] * 10
     assert sum(path.stat().st_size for path in bucket.objects()) <= 6 * MIB
     assert told(store, "objects_deleted") >= 2
-
-
-# --- the object store fails
-def test_a_store_that_cannot_be_reached_is_late_and_nothing_is_forgotten(
-    opened: Opening, clock: FakeClock, bucket: Bucket
-) -> None:
-    store, space, chains = cold_store(opened, clock)
-    bucket.plan = down = FaultWhile("eio")
-    assert read(space, chains[0]) == [LATE] * PER_SEGMENT
-    assert down.fired == 1
-    assert read(space, chains[1], deadline_s=5.0) == [LATE] * PER_SEGMENT
-    assert down.fired == 1  # it is left alone
-    assert read(space, chains[-1]) == [FOUND] * PER_SEGMENT
-    mixed = np.concatenate([chains[-1], chains[2]])
-    assert read(space, mixed) == [FOUND] * PER_SEGMENT + [LATE] * PER_SEGMENT
-    status = store.status()
-    assert not status["cold"]["answers"]
-    assert status["cold"]["errors"] == 1
-    assert "eio" in status["cold"]["last_error"]
-    assert status["healthy"]
-    assert not status["incidents"]
-    clock.advance(limits.object_retry_s_max)
-    assert read(space, chains[0]) == [LATE] * PER_SEGMENT
-    assert down.fired == 2
-    down.armed = False
-    clock.advance(limits.object_retry_s_max)
-    assert [read(space, keys) for keys in chains] == [[FOUND] * PER_SEGMENT] * 12
-    assert store.status()["cold"]["answers"]
-
-
-def test_a_slow_store_is_late_at_the_deadline_and_holds_up_nobody(
-    opened: Opening, clock: FakeClock, bucket: Bucket
-) -> None:
-    store, space, chains = cold_store(opened, clock)
-    bucket.plan = slow = FaultWhile("hang", ops=("preadv",))
-    try:
-        for keys in chains[:3]:
-            mixed = np.concatenate([keys, chains[-1]])
-            memory = np.full((len(mixed), BLOCK), 0xEE, np.uint8)
-            report = space.read(mixed, into=memory, deadline_s=0.2)
-            assert report.statuses.tolist() == [LATE] * PER_SEGMENT + [FOUND] * PER_SEGMENT
-            assert (memory[:PER_SEGMENT] == 0xEE).all()
-        fill(store, space, clock, range(20, 21))
-    finally:
-        slow.resume()
-        slow.armed = False
-    assert [read(space, keys) for keys in chains] == [[FOUND] * PER_SEGMENT] * 12
-    assert not store.status()["incidents"]
-
-
-def test_wrong_bytes_are_never_delivered(opened: Opening, clock: FakeClock, bucket: Bucket) -> None:
-    """Once: the second look finds the right ones. Always: corrupt, an incident, and it can be stored again."""
-    store, space, chains = cold_store(opened, clock)
-    bucket.plan = NthFault(1, "torn", ops=("preadv",))
-    assert read(space, chains[0]) == [FOUND] * PER_SEGMENT
-    (path,) = [one for one in bucket.objects() if one.stem == segment_of(store, chains[1])]
-    raw = bytearray(path.read_bytes())
-    raw[5000] ^= 1  # in the first block's payload
-    path.write_bytes(raw)
-    assert read(space, chains[1]) == [CORRUPT] + [FOUND] * (PER_SEGMENT - 1)
-    assert store.status()["incidents"][-1]["kind"] == "corrupt"
-    assert read(space, chains[1][:1]) == [MISSING]
-    assert write(space, chains[1][:1]) == [STORED]
-
-
-def segment_of(store: Store, keys: KeyArray) -> str:
-    _, records = store.core.locate(keys[:1])
-    return str(records["segment"][0].tobytes().hex())
-
-
-def test_an_object_that_somebody_deleted_is_a_miss(opened: Opening, clock: FakeClock, bucket: Bucket) -> None:
-    store, space, chains = cold_store(opened, clock)
-    (path,) = [one for one in bucket.objects() if one.stem == segment_of(store, chains[0])]
-    path.unlink()
-    assert read(space, chains[0]) == [MISSING] * PER_SEGMENT
-    assert space.lookup(chains[0]) == 0
-    assert write(space, chains[0]) == [STORED] * PER_SEGMENT
-    assert read(space, chains[1]) == [FOUND] * PER_SEGMENT
-
-
-@pytest.mark.parametrize("op", ["create", "link"])
-def test_an_upload_that_fails_is_tried_again(opened: Opening, clock: FakeClock, bucket: Bucket, op: str) -> None:
-    """`link`: the object is there, the answer was lost. Meanwhile writes evict as without a cold tier."""
-    store = opened()
-    store.core.reader.used_far = None
-    space = keyspace(store, block_bytes=BLOCK)
-    bucket.plan = down = FaultWhile("eio", ops=(op,))
-    chains = fill(store, space, clock, range(9))
-    assert down.fired > 0
-    assert told(store, "segments") == 0
-    assert len(bucket.objects()) == (0 if op == "create" else len(bucket.objects()))
-    assert store.status()["reclaim"]["segments_dropped"] >= 2
-    down.armed = False
-    clock.advance(limits.object_retry_s_max)
-    fill(store, space, clock, range(9, 14))
-    assert told(store, "segments") >= 4
-    assert [read(space, keys) for keys in chains[4:]] == [[FOUND] * PER_SEGMENT] * 5
-    store._keeper.chores()
-    assert {path.stem for path in bucket.objects()} == {one.segment.hex() for one in store.core.cold.tier.segments()}
-
-
-def test_another_object_of_the_name_is_not_taken_for_the_segment(
-    opened: Opening, clock: FakeClock, bucket: Bucket
-) -> None:
-    store = opened()
-    space = keyspace(store, block_bytes=BLOCK)
-    (keys,) = fill(store, space, clock, range(1))
-    record = store.core.table.all()[0]
-    store.core.writer.close()
-    path = bucket.folder / store.core.cold.tier.name(record.segment)
-    path.parent.mkdir(parents=True)
-    path.write_bytes(b"half")
-    cold_everything(store)
-    assert read(space, keys) == [FOUND] * PER_SEGMENT
-
-
-# --- a process dies on the way
-class From:
-    """A plan for any seam: the n-th call after `arm`, and every later one, fails."""
-
-    def __init__(self, fault: Any):
-        self._fault, self._left = fault, 0
-
-    def arm(self, number: int) -> None:
-        self._left = number
-
-    def next(self, op: str, path: str = "", nbytes: int = 0) -> Any:
-        if self._left == 0:
-            return None
-        self._left = max(1, self._left - 1)
-        return self._fault if self._left == 1 else None
-
-    def wait(self) -> None:
-        raise AssertionError("nothing hangs")
-
-
-@pytest.mark.parametrize("what", ["control", "control answers", "objects", "files"])
-def test_a_crash_at_any_step_leaves_every_block_usable(
-    opened: Opening, clock: FakeClock, bucket: Bucket, what: str
-) -> None:
-    """What a demotion needs stops at its n-th call, for every n; then the store is opened again: every block can be
-    read, before and after what was left over is tidied up."""
-    store = opened()
-    chains = fill(store, keyspace(store, block_bytes=BLOCK), clock, range(4))
-    store.close()
-    stopped = 0
-    for number in range(2, 100):
-        plan = From({"control": "error", "control answers": "unknown"}.get(what) or Fault("eio"))
-        seams: dict[str, Any] = {}
-        if what == "files":
-            seams["files"] = lambda root, plan=plan: FaultyFiles(PosixFiles(root), plan)
-        elif what != "objects":
-            seams["control"] = lambda inner, plan=plan: FaultyControl(inner, plan)
-        store = opened(**seams)
-        store._keeper.stop()
-        record = next(one for one in store.core.table.all() if not one.cold)
-        bucket.plan = plan if what == "objects" else bucket.plan
-        plan.arm(number)
-        try:
-            store.core.cold.tier.upload(record)
-            done = store.core.cold.tier.settle(record) and record.segment.hex() not in files_of(store, ".seg")
-        except (OSError, CatalogError):
-            done = False
-        plan.arm(0)
-        store.close()
-        store = opened()
-        store.core.reader.used_far = None
-        space = keyspace(store, block_bytes=BLOCK)
-        assert [read(space, keys) for keys in chains] == [[FOUND] * PER_SEGMENT] * 4
-        store._keeper.chores()
-        assert not wrong_books(store)
-        assert [read(space, keys) for keys in chains] == [[FOUND] * PER_SEGMENT] * 4
-        store.close()
-        if done:
-            break
-        stopped += 1
-        if not any(not one.cold for one in store.core.table.all()):
-            pytest.fail("no segment is left to demote")
-    assert stopped == {"control": 3, "control answers": 3, "objects": 3}.get(what, stopped)
-    assert stopped >= 1
 
 
 # --- the setting
@@ -519,73 +323,3 @@ def test_urls_that_are_none(tmp_path: Path, url: str, why: str) -> None:
 def test_a_capacity_needs_a_bucket(tmp_path: Path) -> None:
     with pytest.raises(InvalidArgument, match=r"pass cold='s3://BUCKET/PREFIX' too"):
         perdure.open(tmp_path / "store", cold_capacity="1TiB")
-
-
-# --- the parts
-def test_objects_are_made_once_read_in_ranges_and_deleted(bucket: Bucket) -> None:
-    objects = ObstoreObjects(bucket.url)
-    assert objects.create("a/b.seg", memoryview(bytes(range(100))))
-    assert not objects.create("a/b.seg", memoryview(b"other"))
-    assert objects.size("a/b.seg") == 100
-    parts = [memoryview(bytearray(3)), memoryview(bytearray(4))]
-    assert objects.read_into("a/b.seg", parts, 10) == 7
-    assert b"".join(parts) == bytes(range(10, 17))
-    assert objects.read_into("a/b.seg", parts, 96) == 4
-    objects.delete("a/b.seg")
-    objects.delete("a/b.seg")
-    for call in (lambda: objects.size("a/b.seg"), lambda: objects.read_into("a/b.seg", parts, 0)):
-        with pytest.raises(FileNotFoundError):
-            call()
-
-
-def test_a_batch_for_disk_and_objects_is_under_way_together(bucket: Bucket, tmp_path: Path) -> None:
-    """The object's request hangs until the disk's has ended; if one came after the other, neither would."""
-    objects = ObstoreObjects(bucket.url)
-    objects.create("o", memoryview(b"o" * 4096))
-    file = PosixFiles(tmp_path).create("f")
-    file.pwritev([memoryview(b"f" * 4096)], 0)
-    disk_ended = threading.Event()
-
-    class Waits(FaultyObjects):
-        def read_into(self, name: str, buffers: Any, offset: int) -> int:
-            assert disk_ended.wait(30.0)
-            return self.inner.read_into(name, buffers, offset)
-
-    far = Request(ObjectFile(Waits(objects, bucket), "o", 4096), 0, [memoryview(bytearray(4096))])
-    near = Request(file, 0, [memoryview(bytearray(4096))])
-    engine = SplitEngine(ThreadEngine(), ThreadEngine())
-    ended: list[Request] = []
-
-    def done(request: Request) -> None:
-        ended.append(request)
-        if request is near:
-            disk_ended.set()
-
-    with closing(engine):
-        engine.run([far, near], io_class=IOClass.RESTORE, deadline=time.monotonic() + 60.0, done=done)
-    assert ended == [near, far]
-    assert [request.state for request in (far, near)] == [IOState.DONE] * 2
-    assert bytes(far.buffers[0]) == b"o" * 4096
-
-
-def test_an_object_file_is_for_reading(bucket: Bucket) -> None:
-    objects = ObstoreObjects(bucket.url)
-    objects.create("o", memoryview(b"o" * 10))
-    file = ObjectFile(objects, "o", 10)
-    assert file.size() == 10
-    assert file.preadv([memoryview(bytearray(5))], 10) == 0
-    for call in (
-        lambda: file.pwritev([memoryview(b"x")], 0), lambda: file.truncate(1), lambda: file.allocate(0, 1), file.fileno,
-    ):  # fmt: skip
-        with pytest.raises(OSError):
-            call()
-
-
-def test_an_object_store_that_cannot_be_reached(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name, value in {"ACCESS_KEY_ID": "the-key", "SECRET_ACCESS_KEY": "the-secret", "REGION": "us-east-1",
-                        "ENDPOINT_URL": "http://127.0.0.1:9", "ALLOW_HTTP": "true"}.items():  # fmt: skip
-        monkeypatch.setenv(f"AWS_{name}", value)
-    objects = ObstoreObjects("s3://bucket/prefix", call_s=2.0)
-    with pytest.raises(ObjectStoreError, match="s3://bucket/prefix") as raised:
-        objects.size("name")
-    assert "the-" not in str(raised.value)

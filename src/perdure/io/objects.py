@@ -27,6 +27,7 @@ from perdure.io.faulty import Fault, FaultPlan
 
 SCHEMES: Final = ("s3", "file")
 _MESSAGE_CHARS_MAX: Final = 200
+_BEYOND: Final = "InvalidRange"  # nothing of the object lies there
 _NO_BUCKET: Final = "NoSuchBucket"  # a wrong address, or a bucket that is gone: no verdict about its objects
 
 
@@ -92,7 +93,7 @@ class ObstoreObjects:
         if self.where.startswith("s3:"):
             client: Any = {
                 "timeout": f"{call_s:g}s", "connect_timeout": f"{limits.object_connect_s:g}s",
-                "allow_http": os.environ.get("AWS_ALLOW_HTTP", "").lower() == "true",  # not looked up if others are given
+                "allow_http": os.environ.get("AWS_ALLOW_HTTP", "").lower() == "true",  # as if none were given
             }  # fmt: skip
             options["client_options"] = client
         else:
@@ -117,7 +118,12 @@ class ObstoreObjects:
 
     def read_into(self, name: str, buffers: Sequence[Buffer], offset: int) -> int:
         wanted = sum(piece.nbytes for piece in buffers)
-        got = memoryview(self._ask(lambda: self._obstore.get_range(self._reads, name, start=offset, length=wanted)))
+        try:
+            got = memoryview(self._ask(lambda: self._obstore.get_range(self._reads, name, start=offset, length=wanted)))
+        except ObjectStoreError as error:
+            if _BEYOND in str(error) and self.size(name) <= offset:
+                return 0
+            raise
         at = 0
         for piece in buffers:
             part = got[at : at + piece.nbytes]
@@ -146,10 +152,11 @@ class ObstoreObjects:
 
 
 def _reason(error: BaseException) -> str:
-    """One line: the code that S3 gives, and what the client says of it."""
-    code = re.search("<Code>([A-Za-z]+)</Code>", str(error))
-    line = (str(error).splitlines() or [type(error).__name__])[0]
-    return (f"{code[1]}: {line}" if code else line)[:_MESSAGE_CHARS_MAX]
+    """One line: the code that S3 gives (or the kind that `obstore` does), and what the client says of it."""
+    text = str(error)
+    code = re.search(f"<Code>([A-Za-z]+)</Code>|({_BEYOND})", text)
+    line = (text.splitlines() or [type(error).__name__])[0]
+    return (f"{code[1] or code[2]}: {line}" if code else line)[:_MESSAGE_CHARS_MAX]
 
 
 class FaultyObjects:

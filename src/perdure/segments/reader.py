@@ -322,6 +322,7 @@ class SegmentReader:
         plan.statuses[position] = BlockStatus.MISSING if short or error.errno in _GONE else BlockStatus.CORRUPT
         plan.problems[position] = f"{'record cut short' if short else 'read failed'}: {error}"
         ends = short and file is not None and file.size() < row[OFFSET] + fmt.record_bytes(row[STORED])
+        ends |= short and isinstance(file, ObjectFile)  # the store's answer was complete
         if not ends and not isinstance(error, FileNotFoundError):
             plan.unread[position] = error
 
