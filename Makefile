@@ -18,7 +18,8 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 export HF_HUB_OFFLINE := 1
 
 .PHONY: help setup tools demo test lint format bench bench-peers bench-service bench-storm bench-policy bench-sessions
-.PHONY: setup-engines test-engines demo-vllm bench-engines constraints constraints-vllm clean
+.PHONY: bench-cluster demo-cluster cluster-up cluster-down setup-engines test-engines demo-vllm bench-engines
+.PHONY: constraints constraints-vllm clean
 
 help:
 	@echo 'make demo         restore, continue and fork a real model'"'"'s context after kill -9 (a few minutes)'
@@ -31,10 +32,14 @@ help:
 	@echo 'make bench-storm  many who want the same prefix at once; a service that is killed under load'
 	@echo 'make bench-policy hit rates and flash writes on replayed traces (PERDURE_TRACES=DIR for the public ones)'
 	@echo 'make bench-sessions  1 to 1,000 sessions on one service, beside an ideal queue'
+	@echo 'make bench-cluster  1 to 8 services on one directory and a Valkey Cluster'
 	@echo 'make demo-vllm    two vLLM servers, one killed in mid-conversation; in an environment of its own (.venv-vllm)'
 	@echo 'make test-engines the tests that need vLLM; PYTEST_ARGS is passed on'
 	@echo 'make bench-engines  time to the first token through vLLM, from memory, disk and another node'
-	@echo 'make tools        optional system packages (fio, loop mounts); as root through apt-get'
+	@echo 'make demo-cluster three hosts (as root): compute on one, kill it, go on on the second, fork on the third'
+	@echo 'make cluster-up   a Valkey Cluster and three services on one directory (.cluster), all on this machine'
+	@echo 'make cluster-down stop them; .cluster keeps what they have stored'
+	@echo 'make tools        optional system packages (fio, loop mounts, network namespaces, SoftHSM); as root through apt-get'
 	@echo 'make constraints  resolve the development environment anew and pin it'
 	@echo 'make clean        remove everything that make made'
 
@@ -83,6 +88,9 @@ tools:
 	command -v fio >/dev/null || missing+=' fio'; \
 	command -v mkfs.ext4 >/dev/null || missing+=' e2fsprogs'; \
 	command -v losetup >/dev/null || missing+=' mount'; \
+	command -v ip >/dev/null || missing+=' iproute2'; \
+	command -v nft >/dev/null || missing+=' nftables'; \
+	command -v softhsm2-util >/dev/null || missing+=' softhsm2'; \
 	if [ -z "$$missing" ]; then exit 0; fi; \
 	if [ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null; then \
 	  echo "== installing$$missing"; \
@@ -94,6 +102,15 @@ tools:
 
 demo: $(READY)
 	@$(VENV)/bin/perdure demo .demo
+
+demo-cluster: $(READY) tools
+	@$(VENV)/bin/perdure demo-cluster .demo-cluster
+
+cluster-up: $(READY)
+	@PYTHON=$(PY) deploy/cluster/cluster up .cluster
+
+cluster-down: $(READY)
+	@PYTHON=$(PY) deploy/cluster/cluster down .cluster
 
 test: $(READY)
 	@$(PY) -m pytest $(PYTEST_ARGS)
@@ -124,6 +141,9 @@ bench-policy: $(READY)
 
 bench-sessions: $(READY)
 	@$(VENV)/bin/perdure bench sessions $(BENCH_ARGS)
+
+bench-cluster: $(READY)
+	@$(VENV)/bin/perdure bench cluster $(BENCH_ARGS)
 
 # Timed from here, so that the time to set up shows too.
 demo-vllm:
@@ -156,5 +176,5 @@ constraints-vllm:
 	@git --no-pager diff --stat -- constraints-vllm.txt
 
 clean:
-	rm -rf '$(VENV)' '$(VLLM_VENV)' .demo .demo-vllm .build build dist src/*.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf '$(VENV)' '$(VLLM_VENV)' .demo .demo-vllm .demo-cluster .cluster .build build dist src/*.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find src tests benchmarks -name __pycache__ -prune -exec rm -rf {} +

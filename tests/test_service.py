@@ -8,6 +8,7 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -22,7 +23,7 @@ from perdure.errors import InvalidArgument, ServiceUnavailable, StorePathError
 from perdure.io.shared import SharedMemory, map_fd
 from perdure.limits import MIB
 from perdure.pool.memory import SharedChunk
-from perdure.service import messages, shared, sockets
+from perdure.service import maps, messages, shared, sockets
 from perdure.service.fields import pack_extents
 from perdure.service.maps import ChunkMap, copy_block
 from perdure.service.server import Server, shared_pool
@@ -76,6 +77,27 @@ def test_blocks_in_memory_are_found_and_read_without_a_message(tmp_path: Path) -
         assert read(theirs, keys) == [FOUND] * 20
         assert reader.transport.messages == before
         until(lambda: writer.status()["counters"].get("blocks_read_unasked", 0) >= 20)
+
+
+def test_a_long_copy_is_shared_among_threads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(maps, "_COPIERS", 3)
+    with serving(tmp_path / "s"), perdure.connect(tmp_path / "s") as client:
+        space = keyspace(client, block_bytes=MIB)
+        keys = chain(space, 1, 13)
+        assert write(space, keys) == [STORED] * 13
+        assert read(space, keys) == [FOUND] * 13  # maps are brought up to date
+        before, copies, copied = client.transport.messages, [], maps.copy_block
+
+        def counting(*args: Any) -> int:
+            copies.append(threading.current_thread())
+            time.sleep(0.01)  # long enough for each of them to begin
+            return copied(*args)
+
+        monkeypatch.setattr(maps, "copy_block", counting)
+        assert read(space, keys) == [FOUND] * 13  # which compares the bytes
+        assert client.transport.messages == before
+        assert len(copies) == 13
+        assert len(set(copies)) == 3
 
 
 def test_a_view_shows_blocks_where_they_lie_and_keeps_them(tmp_path: Path) -> None:

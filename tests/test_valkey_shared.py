@@ -296,6 +296,10 @@ def test_rounds_of_a_call(hosts: Hosts, monkeypatch: pytest.MonkeyPatch) -> None
     more = chain(here, 2, 1000)
     assert cost(lambda: there.lookup(more[:16])) == 1
     assert cost(lambda: there.lookup(first)) == 0  # known from the last time
+    long = chain(here, 3, 200)
+    write(here, long)
+    there.lookup(long[:1])  # its segment is known
+    assert cost(lambda: there.lookup(long)) == 2
     assert cost(lambda: write(there, more[:16])) <= 4  # a new segment: what others have taken, and its record
     assert cost(lambda: write(there, more[16:32])) == 2
 

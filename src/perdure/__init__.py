@@ -39,9 +39,12 @@ if TYPE_CHECKING:
     from perdure.errors import StoreLocked as StoreLocked
     from perdure.errors import StorePathError as StorePathError
     from perdure.errors import UnknownOption as UnknownOption
+    from perdure.governance.actor import tracing as tracing
     from perdure.io.memory import aligned_buffer as aligned_buffer
     from perdure.keys import KVLayout as KVLayout
     from perdure.keyspace import Keyspace as Keyspace
+    from perdure.placement import prefer as prefer
+    from perdure.placement import rendezvous as rendezvous
     from perdure.reports import ReadReport as ReadReport
     from perdure.reports import WriteReport as WriteReport
     from perdure.reports import WriteStatus as WriteStatus
@@ -63,9 +66,11 @@ _HOME = {
         "ProtocolError", "ReadOnlyStore", "ServiceBusy", "ServiceUnavailable", "StaleFence", "StoreClosed",
         "StoreLocked", "StorePathError", "UnknownOption",
     ),
+    "governance.actor": ("tracing",),
     "io.memory": ("aligned_buffer",),
     "keys": ("KVLayout",),
     "advice": ("Advice",),
+    "placement": ("prefer", "rendezvous"),
     "keyspace": ("Keyspace",),
     "reports": ("ReadReport", "WriteReport", "WriteStatus"),
     "service.client": ("RemoteStore", "connect"),

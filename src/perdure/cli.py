@@ -22,6 +22,7 @@ from perdure import (
     cli_isolation,
     cli_keys,
     cli_policy,
+    cli_publish,
     cli_service,
     cli_sessions,
 )
@@ -254,6 +255,16 @@ def bench_governance(directory: Path, quick: bool, as_json: bool) -> None:
     _print_report(governance.run(directory, quick=quick, json=as_json), as_json)
 
 
+@bench.command("cluster")
+@_bench_options
+def bench_cluster(directory: Path, quick: bool, as_json: bool) -> None:
+    """1 to 8 services on one directory and a Valkey Cluster: lookups, restores, visibility, a prefix for 16 hosts."""
+    from perdure.benchmarks import cluster
+
+    directory.mkdir(parents=True, exist_ok=True)
+    _print_report(cluster.run(directory, quick=quick, json=as_json), as_json)
+
+
 @bench.command("engines")
 @_bench_options
 @click.option("--section", "sections", multiple=True, help="Only this section; may be repeated.")
@@ -295,9 +306,20 @@ def demo_vllm(directory: Path, setup_s: float | None, as_json: bool) -> None:
     sys.exit(demonstration.run_vllm(directory, json=as_json, setup_s=setup_s))
 
 
+@main.command("demo-cluster")
+@click.argument("directory", metavar="DIR", type=_DIRECTORY)
+@_JSON
+def demo_cluster(directory: Path, as_json: bool) -> None:
+    """Three hosts, one directory: prefill on one, kill it, go on with its session on another, fork on the third."""
+    from perdure import demo as demonstration
+
+    sys.exit(demonstration.run_cluster(directory, json=as_json))
+
+
 for _command in (
     *cli_service.COMMANDS,
     cli_sessions.sessions,
+    *cli_publish.COMMANDS,
     cli_engine.engine,
     cli_engine.engine_check,
     cli_policy.policy,

@@ -76,6 +76,8 @@ def prove(directory: Path, number: int | None, since: Path | None) -> None:
 @click.option("--tenant", metavar="NAME", help="Only of this tenant.")
 @click.option("--who", metavar="TEXT", help="Only by whose name contains this.")
 @click.option("--block", metavar="KEY", help="Only messages that begin or end with this block (64 hex digits).")
+@click.option("--decision", type=click.Choice(["allow", "deny"]), help="Only what was allowed, or denied.")
+@click.option("--trace", metavar="TEXT", help="Only under this trace.")
 @click.option("--since-s", type=float, metavar="SECONDS", help="Only of the last so many seconds.")
 @_JSON
 def query(
@@ -84,6 +86,8 @@ def query(
     tenant: str | None,
     who: str | None,
     block: str | None,
+    decision: str | None,
+    trace: str | None,
     since_s: float | None,
     as_json: bool,
 ) -> None:
@@ -98,6 +102,8 @@ def query(
             and (tenant is None or event.tenant == tenant)
             and (who is None or who in event.who)
             and (named is None or named in (event.first, event.last))
+            and decision in (None, event.decision)
+            and trace in (None, event.trace)
             and event.at >= after
         ):
             click.echo(line.decode() if as_json else _row(event))
@@ -107,7 +113,8 @@ def _row(event: Any) -> str:
     at = time.strftime("%F %T", time.localtime(event.at))
     counts = " ".join(f"{name}={count}" for name, count in event.counts.items())
     shown = (f"{event.blocks} blocks" if event.blocks else "", counts, event.outcome, event.detail)
-    head = f"{event.n:>8}  {at}  {event.op:12}  {event.tenant or '-':16}  {event.who}"
+    op = event.op if event.decision == "allow" else f"{event.op} ({event.decision})"
+    head = f"{event.n:>8}  {at}  {op:16}  {event.tenant or '-':16}  {event.who}"
     return "  ".join(part for part in (head, *shown) if part)
 
 

@@ -119,15 +119,22 @@ class Cold:
         self.promoter.close()
 
 
-def attach(core: Core, choice: Choice, mover: Mover, objects: Objects) -> Cold:
-    """Let an opened store read its cold segments, and with `keeper` make new ones."""
-    reclaimer = core.reclaimer
+def attach(core: Core, choice: Choice, mover: Mover, objects: Callable[[str], Objects]) -> None:
+    """Let an opened store read its cold segments and, with `keeper`, make new ones; without a tier, give up those that
+    there are."""
+    if choice.url:
+        core.cold = _tier(core, choice, mover, objects(choice.url))
+    elif not core.read_only:
+        _drop_unreachable(core)
+
+
+def _tier(core: Core, choice: Choice, mover: Mover, objects: Objects) -> Cold:
     tier = ColdTier(
         objects, core.identity.store, core.control, core.table, core.segments, core.space, core.clock, choice.capacity
     )
     demoter = Demoter(
-        tier, reclaimer, core.table, core.space, core.index, core.presence, core.recovery.entries, core.expiry_now,
-        core.sharing.used_elsewhere,
+        tier, core.reclaimer, core.table, core.space, core.index, core.presence, core.recovery.entries,
+        core.expiry_now, core.sharing.used_elsewhere,
     )  # fmt: skip
     promoter = Promoter(mover, core.scratch, lambda need: cold.demote(need=need) > 0)
     core.segments.cold = tier
@@ -137,12 +144,10 @@ def attach(core: Core, choice: Choice, mover: Mover, objects: Objects) -> Cold:
     return cold
 
 
-def drop_unreachable(core: Core) -> None:
-    """Without a cold tier: give up what was in one (`cold="drop"`), and forget its objects, which are not deleted."""
-    if core.cold is not None:
-        return
+def _drop_unreachable(core: Core) -> None:
+    """`cold="drop"`: forget cold segments, and their objects, which are not deleted."""
     for record in core.table.all():
         if record.cold:
             core.reclaimer.drop(record, None)
-    for segment, size in core.control.items(LEDGER):
-        core.control.compare_and_set(LEDGER, segment, size, None)
+    for segment, note in core.control.items(LEDGER):
+        core.control.compare_and_set(LEDGER, segment, note, None)

@@ -268,6 +268,7 @@ class Core:
     audit: AuditLog | None = None
     sessions: Any = None  # session_heads.Sessions, which is built of this
     cold: Any = None  # cold.Cold, likewise
+    publications: Any = None  # publications.Publications, likewise
 
     def __post_init__(self) -> None:
         self.pending = Pending()

@@ -10,8 +10,9 @@ import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
+from contextvars import copy_context
 from numbers import Integral, Real
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -29,6 +30,8 @@ from perdure.reports import ReadReport, WriteReport
 from perdure.segments.format import record_bytes
 from perdure.session import Scope, SessionVerbs
 from perdure.writing import Terms
+
+T = TypeVar("T")
 
 
 class PinHandle:
@@ -68,6 +71,7 @@ class Keyspace(SessionVerbs):
         self.digest, self.shared_digest = digests.digest, digests.shared
         self.codec, self.admission = Encoder(codec, identity.layout.element_bytes), admissions.of(self)
         self.audited = True  # its reads and writes are recorded, where there is a log
+        self.reads_published = True  # other tenants' published prefixes are found too
         need = record_bytes(self.layout.block_bytes)
         if not core.read_only and need > core.writer.segment_bytes:
             raise InvalidArgument(
@@ -96,14 +100,14 @@ class Keyspace(SessionVerbs):
         """Leading blocks that can be used. Reads no data: `read` has the last word."""
         self._check()
         array = naming.check_keys(keys)
-        found = reading.lookup(self._core, array)
+        found = reading.lookup(self._core, self._stored(array))
         self.admission.asked(array, found)
         return found
 
     def present(self, keys: KeyArray | Sequence[bytes]) -> NDArray[np.bool_]:
         """Which blocks are stored, per key."""
         self._check()
-        return reading.present_mask(self._core, naming.check_keys(keys))
+        return reading.present_mask(self._core, self._stored(naming.check_keys(keys)))
 
     def advise(
         self, keys: KeyArray | Sequence[bytes], *, prefill_tokens_per_s: float, deadline_s: float | None = None
@@ -121,9 +125,21 @@ class Keyspace(SessionVerbs):
         core = self._core
         there = array[: self.lookup(array)]
         return advise(
-            np.array(core.pool.holds(there), bool), core.rates, block_bytes=self.layout.block_bytes,
+            np.array(core.pool.holds(self._stored(there)), bool), core.rates, block_bytes=self.layout.block_bytes,
             block_tokens=self.layout.block_tokens, prefill_tokens_per_s=prefill_tokens_per_s, deadline_s=limit,
         )  # fmt: skip
+
+    def _stored(self, keys: KeyArray) -> KeyArray:
+        """The names under which `keys` are stored: others for published blocks that it has not stored itself."""
+        publications = self._core.publications
+        stored: KeyArray = publications.resolved(self, keys) if publications else keys
+        return stored
+
+    def published(self, keys: KeyArray) -> list[int]:
+        """Positions of the blocks that only a publication of another tenant may have."""
+        publications = self._core.publications
+        found: list[int] = publications.elsewhere(self, keys) if publications else []
+        return found
 
     # --- moving blocks
     def read(
@@ -189,19 +205,22 @@ class Keyspace(SessionVerbs):
         """`read` in the background. Give every call memory of its own. `deadline_s` counts from now, not from when a
         thread is free."""
         self._check()
-        return self._core.calls.submit(self._late_start, self.read, time.monotonic(), keys, into, options)
+        return self._submit(self.read, keys, into, options)
 
     def submit_write(self, keys: KeyArray | Sequence[bytes], blocks: Any, **options: Any) -> Future[WriteReport]:
         """`write` in the background. The blocks' memory must not change before the future is done."""
         self._check()
-        return self._core.calls.submit(self._late_start, self.write, time.monotonic(), keys, blocks, options)
+        return self._submit(self.write, keys, blocks, options)
 
-    @staticmethod
-    def _late_start(verb: Callable[..., Any], submitted: float, keys: Any, data: Any, options: dict[str, Any]) -> Any:
-        given = seconds_of(options.get("deadline_s"))
-        if given is not None:
-            options = options | {"deadline_s": max(0.0, given - (time.monotonic() - submitted))}
-        return verb(keys, data, **options)
+    def _submit(self, verb: Callable[..., T], keys: Any, data: Any, options: dict[str, Any]) -> Future[T]:
+        submitted = time.monotonic()
+
+        def later() -> T:
+            given = seconds_of(options.get("deadline_s"))
+            late = {} if given is None else {"deadline_s": max(0.0, given - (time.monotonic() - submitted))}
+            return verb(keys, data, **(options | late))
+
+        return self._core.calls.submit(copy_context().run, later)
 
     # --- lifetimes
     def reserve(
@@ -241,7 +260,7 @@ class Keyspace(SessionVerbs):
     def following(self, keys: KeyArray | Sequence[bytes], known: int) -> flight.Following:
         """What `follow` waits for, for who cannot block a thread."""
         self._check()
-        return flight.Following(self._core, naming.check_keys(keys), check_known(known))
+        return flight.Following(self._core, self._stored(naming.check_keys(keys)), check_known(known))
 
     def end_lease(self, lease: Lease) -> bool:
         """Give a lease back; False if it had been lost."""
@@ -254,7 +273,10 @@ class Keyspace(SessionVerbs):
         self._check()
         self._writable()
         check_seconds(ttl_s, "ttl_s", limits.pin_ttl_s_max)
-        pin_id = self._core.pins.add(naming.check_keys(keys), ttl_s)
+        array, audit = naming.check_keys(keys), self._core.audit
+        if audit is not None and len(array):
+            audit.append(audit.message("pin", self, array, detail=f"{ttl_s:g} s"))
+        pin_id = self._core.pins.add(array, ttl_s)
         return PinHandle(self._core, pin_id, self._core.clock.boottime() + ttl_s)
 
     # --- sessions

@@ -203,6 +203,8 @@ corrupt_segments_per_window_max: Final = 4
 audit_checkpoint_s: Final = 1.0  # what was appended since is not signed yet
 audit_checkpoint_records: Final = 10_000
 audit_file_bytes: Final = 64 * MIB  # then it is closed, digested, and another one begun
+trace_bytes_max: Final = 128  # of a caller's trace id; a traceparent has 55
+audit_denials_records_max: Final = 100  # kinds of denials told one by one, per audit_checkpoint_s; then together
 audit_reserve_bytes: Final = 1 * MIB  # disk space kept ahead of the log, so that a full disk shows before an operation
 
 # --- keys -----------------------------------------------------------------------------------------------------
@@ -212,6 +214,8 @@ key_retry_s: Final = 1.0  # a key service that did not answer is left alone so l
 # --- governance -----------------------------------------------------------------------------------------------
 policy_file_bytes_max: Final = 1 * MIB
 policy_rules_entries_max: Final = 1000
+publications_entries_max: Final = 128  # of one store; a list of them fits a message
+publication_readers_entries_max: Final = 64  # tenants named by one; or all
 share_weight_ratio_max: Final = 1000
 token_bytes_max: Final = 16 * KIB
 token_leeway_s_max: Final = 120.0  # clocks that differ by more are wrong

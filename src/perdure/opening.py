@@ -4,20 +4,25 @@ is whole; and its roots."""
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 from perdure import limits
 from perdure.catalog.api import ControlStore
 from perdure.catalogs import Catalogs
-from perdure.core import INDEX_LOST_KEY, STORE_NAMESPACE
+from perdure.core import INDEX_LOST_KEY, STORE_NAMESPACE, Core
 from perdure.errors import InvalidArgument
+from perdure.governance.audit import Event
+from perdure.inspect import keyspaces
 from perdure.io.api import Files
 from perdure.options import parse_size
 from perdure.rates import PROBE_PATH
 
 _CAPACITY_DEFAULT = "20GiB"
+_SETTINGS_KEY = b"audited settings"
 
 
 def check_sharing(catalog: str | None, state: object, audit: str | bool, encryption: str) -> None:
@@ -68,6 +73,37 @@ def segment_bytes_of(capacity: int) -> int:
     """Segment size: small in a small store, so that reclaim has a choice."""
     share = capacity // limits.segments_per_capacity_min // limits.page_bytes * limits.page_bytes
     return min(max(share, limits.segment_bytes_min), limits.segment_bytes_max)
+
+
+def record_settings(core: Core, settings: dict[str, Any]) -> None:
+    """Settings that are others than at the last opening are in the audit log before the store is used, and so is from
+    now on what becomes of tenants' keys. Raises AuditUnavailable, CatalogError."""
+    audit = core.audit
+    if audit is None:
+        return
+    settings = settings | {"capacity": core.space.capacity, "audit": "reads" if audit.every_read else "on"}
+    if core.segments.keys is not None:
+        settings["encryption"] = core.segments.keys.mode
+    if core.cold is not None:
+        settings["cold"] = core.cold.tier.objects.where
+    kept = core.control.get(STORE_NAMESPACE, _SETTINGS_KEY)
+    before = json.loads(kept) if kept else {}
+    changed = [f"{name}: {before.get(name)} -> {one}" for name, one in settings.items() if before.get(name) != one]
+    if changed:
+        audit.append(Event("config", detail="; ".join(changed)), durable=True)
+        core.control.compare_and_set(STORE_NAMESPACE, _SETTINGS_KEY, kept, json.dumps(settings).encode())
+
+    def tell(op: str, tenant_id: bytes, why: str) -> None:
+        names = (one["tenant"] for one in keyspaces(core).values() if one["tenant_id"] == tenant_id.hex())
+        event = Event(op, tenant=next(names, tenant_id.hex()), detail=why)
+        if op == "key-create":
+            audit.append(event)
+        else:
+            event.decision = "deny"
+            audit.note(event)
+
+    if core.segments.keys is not None:
+        core.segments.keys.tell = tell
 
 
 def take_over(control: ControlStore, owner: bytes) -> None:

@@ -76,7 +76,8 @@ def _asked_prefix(core: Core, keys: KeyArray, known: int) -> int:
         if not alive.all():
             return known + int(np.flatnonzero(~alive)[0])
         known += len(part)
-        step *= limits.lookup_gallop_factor
+        # Asking a cluster costs a round trip, whatever is asked: so at most two.
+        step = limits.publish_batch_blocks_max if core.sharing.shared else step * limits.lookup_gallop_factor
     return known
 
 
@@ -107,6 +108,9 @@ def read(
     if count:
         _from_memory(core, space, keys, destinations, report)
         from_disk(core, space, keys, destinations, deadline, direct, report)
+        elsewhere = space.published(keys)
+        if elsewhere:
+            core.publications.deliver(space, keys, destinations, elsewhere, deadline, direct, report)
     finish(core, space, keys, report, started)
     return report
 

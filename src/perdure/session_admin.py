@@ -11,7 +11,8 @@ from typing import Any, Final
 
 from perdure import session_form as form
 from perdure.core import Core
-from perdure.errors import InvalidArgument
+from perdure.errors import InvalidArgument, ReadOnlyStore
+from perdure.governance.audit import Event
 from perdure.inspect import keyspaces
 from perdure.session import Scope
 from perdure.session_form import Fields, Head
@@ -22,7 +23,25 @@ _SHOWN: Final = ("blocks", "owner", "created_s", "used_s", "expires_s", "pinned_
 
 def administer(core: Core, verb: str, fields: Fields) -> Fields:
     """verb "list": {"sessions": ..., "after": where to go on, empty at the end}; "show", "release", "expire":
-    {"sessions": ...} of that name, each with its outcome. Raises InvalidArgument, CatalogError."""
+    {"sessions": ...} of that name, each with its outcome. Recorded. Raises InvalidArgument, ReadOnlyStore,
+    CatalogError, AuditUnavailable."""
+    audit, changes = core.audit, verb not in ("list", "show")
+    if core.read_only and changes:
+        raise ReadOnlyStore(f"{core.path} was opened read-only; open it without read_only=True")
+    if audit is None:
+        return _administer(core, verb, fields)
+    if changes:
+        audit.guard()
+    told = _administer(core, verb, fields)
+    event = Event("admin", detail=f"sessions {verb}", tenant=str(fields.get("tenant") or ""))
+    if changes:
+        audit.append(event, durable=True)
+    else:
+        audit.note(event)
+    return told
+
+
+def _administer(core: Core, verb: str, fields: Fields) -> Fields:
     if verb == "list":
         return _list(core, fields)
     if verb not in ("show", "release", "expire"):

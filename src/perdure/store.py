@@ -45,11 +45,20 @@ from perdure.io.objects import Objects, ObstoreObjects
 from perdure.keeper import CLOCK_KEY, Keeper
 from perdure.keys import KeyspaceIdentity, KVLayout
 from perdure.keyspace import Keyspace
-from perdure.opening import capacity_bytes_of, check_sharing, index_lost_of, roots_of, segment_bytes_of, take_over
+from perdure.opening import (
+    capacity_bytes_of,
+    check_sharing,
+    index_lost_of,
+    record_settings,
+    roots_of,
+    segment_bytes_of,
+    take_over,
+)
 from perdure.options import parse_size, refuse_unknown
 from perdure.pool.dram import DramPool
 from perdure.prefetch import Prefetcher
 from perdure.presence import PresenceIndex
+from perdure.publications import Publications, Publishing
 from perdure.publishing import flush_pending
 from perdure.rates import Rates
 from perdure.segments.health import Health
@@ -85,7 +94,7 @@ class Seams:
     objects: Callable[[str], Objects] = ObstoreObjects
 
 
-class Store:
+class Store(Publishing):
     """One open directory. Made by `perdure.open`."""
 
     def __init__(
@@ -138,9 +147,13 @@ class Store:
             self._catalogs.watch(self._core.waiters)
             if not read_only:
                 self._core.audit = open_log(self.path, identity.store, self._core.root_secret, seams.clock.wall, audit)
+            if self._core.audit is not None:
+                undo.callback(self._core.audit.close)
+                record_settings(self._core, {"mirror": mirror and str(mirror), "kek": kek, "catalog": kind_of(catalog)})
             undo.pop_all()
         self._prefetcher = Prefetcher(self._core)
         self._core.sessions = Sessions(self._core, self._check, self._prefetcher)
+        self._core.publications = Publications(self._core, self._check)
         self._admissions = Admissions(admission, self._core.clock.boottime, self._core.kept_s)
         self._keeper = Keeper(self._core)
         if not read_only:
@@ -209,10 +222,8 @@ class Store:
             calls=ThreadPoolExecutor(_CALL_THREADS, thread_name_prefix="perdure-call"), index_lost=index_lost,
         )  # fmt: skip
         core.count_space()
-        if cold.url:
-            core.cold = cold_tier.attach(core, cold, mover, seams.objects(cold.url))
+        cold_tier.attach(core, cold, mover, seams.objects)
         if not read_only:
-            cold_tier.drop_unreachable(core)
             core.reserve_catalog_space()
         sharing.join(core)
         undo.callback(sharing.leave)
@@ -243,6 +254,7 @@ class Store:
         inspect.register(self._core, space)
         self._spaces[space.digest] = space
         self._prefetcher.know(space)
+        self._core.publications.prepare(space)
         return space
 
     def sessions(self, tenant: str | None = None) -> list[dict[str, Any]]:
@@ -260,17 +272,7 @@ class Store:
     def session_admin(self, verb: str, fields: dict[str, Any]) -> dict[str, Any]:
         """What `perdure sessions` asks; see `session_admin.administer`."""
         self._check()
-        if self._core.read_only and verb not in ("list", "show"):
-            raise ReadOnlyStore(f"{self.path} was opened read-only; open it without read_only=True")
-        audit = self._core.audit if verb in ("release", "expire") else None
-        if audit is not None:
-            audit.guard()
-        told = session_admin.administer(self._core, verb, fields)
-        if audit is not None:
-            audit.append(
-                Event("admin", detail=f"sessions {verb}", tenant=str(fields.get("tenant") or "")), durable=True
-            )
-        return told
+        return session_admin.administer(self._core, verb, fields)
 
     def status(self) -> dict[str, Any]:
         """What is stored, what it takes, how the store and its host are. JSON-able; sizes in bytes."""
@@ -290,6 +292,8 @@ class Store:
     def explain(self, key: bytes) -> dict[str, Any]:
         """Everything known about one block, by its 32-byte key."""
         self._check()
+        if self._core.audit is not None:
+            self._core.audit.note(Event("admin", detail="explain", first=self._core.audit.id_of("block", key)))
         return inspect.explain(self._core, key)
 
     def explain_prefix(self, space: Keyspace, token_ids: ArrayLike) -> dict[str, Any]:
@@ -374,7 +378,7 @@ def open(path: str | os.PathLike[str], **options: Any) -> Store:  # noqa: A001 (
     audit: "on": keep an audit log in DIR/audit; "reads": and let no engine read memory unseen; "off"; "auto": as last
     time, at first off.
     encryption: of new segments: "on", "off", "tenants:NAME,NAME"; "auto": as last time, at first off. kek: what wraps
-    their keys: "" (a file in DIR/keystore), "file:PATH", "vault:URL#KEY".
+    their keys: "" (a file in DIR/keystore), "file:PATH", "vault:URL#KEY", "pkcs11:URI".
     cold: "s3://BUCKET/PREFIX": cold segments go there instead of being evicted (`docs/cold-tier.md`); "off", "drop";
     as last time if not given. cold_capacity: what they may take there (1 TiB).
     state: with `catalog`: local directory for what only this process may use (a lock); DIR if not given. Processes that

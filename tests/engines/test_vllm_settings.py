@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import inspect
+import os
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 from typing import Any
 
@@ -10,6 +13,7 @@ import pytest
 from support.engines import needs_vllm
 
 from perdure.engines.vllm import identity
+from perdure.engines.vllm.affinity import unbind
 from perdure.engines.vllm.generated import JUDGED_BLOCKS_MIN, Generated
 from perdure.engines.vllm.settings import settings_of
 from perdure.errors import InvalidArgument, UnknownOption
@@ -144,3 +148,22 @@ def test_the_installed_interface_is_the_one_this_was_made_for() -> None:
         checked += callable(method) or isinstance(method, classmethod)
     assert checked > 20
     assert not PerdureConnector.__abstractmethods__
+
+
+def test_threads_run_where_some_thread_of_the_process_may() -> None:
+    """vLLM for CPUs binds the thread that makes ours to one CPU, which they inherit."""
+    everywhere = os.sched_getaffinity(0)
+    if len(everywhere) < 2:
+        pytest.skip("one CPU")
+    found = list[set[int]]()
+
+    def bound() -> None:
+        os.sched_setaffinity(0, {min(everywhere)})
+        for initializer in (None, unbind):
+            with ThreadPoolExecutor(1, initializer=initializer) as threads:
+                found.append(threads.submit(os.sched_getaffinity, 0).result())
+
+    worker = threading.Thread(target=bound)
+    worker.start()
+    worker.join()
+    assert found == [{min(everywhere)}, everywhere]

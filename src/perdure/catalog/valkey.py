@@ -68,6 +68,11 @@ class ValkeyIndex:
         self._closed = False
         cluster.know(*valkey_names.INDEX_SCRIPTS)
 
+    @property
+    def rounds(self) -> int:
+        """Sequential questions to the cluster so far."""
+        return self._cluster.rounds
+
     # --- reading
 
     def lookup(self, keys: KeyArray) -> tuple[NDArray[np.bool_], RecordArray]:

@@ -78,6 +78,7 @@ class Cluster:
         self._slots: list[Node | None] = [None] * SLOTS
         self._scripts: dict[str, str] = {}
         self.version = 0  # of the map
+        self.rounds = 0  # asked so far: to each primary concerned at most one send
         self._refreshed_at = 0.0
         self._refreshing = threading.Lock()
         self._closed = False
@@ -122,6 +123,7 @@ class Cluster:
 
     def _round(self, units: list[Unit], deadline: float) -> list[Unit]:
         """Ask once; the units that have to be asked again."""
+        self.rounds += 1
         now = time.monotonic()
         if self._map_is_doubtful(units, now):
             self._refresh(deadline)

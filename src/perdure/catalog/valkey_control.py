@@ -70,6 +70,11 @@ class ValkeyControl:
         self._closed = False
         cluster.know(*valkey_names.CONTROL_SCRIPTS)
 
+    @property
+    def rounds(self) -> int:
+        """Sequential questions to the cluster so far."""
+        return self._cluster.rounds
+
     # --- documents
 
     def get(self, namespace: str, key: bytes) -> bytes | None:

@@ -59,3 +59,26 @@ def run_vllm(directory: Path, *, json: bool = False, setup_s: float | None = Non
     else:
         vllm_report.show(outcome, setup_s)
     return 0 if outcome["ok"] else 1
+
+
+def run_cluster(
+    directory: Path,
+    *,
+    json: bool = False,
+    tokens: int | None = None,
+    answer_tokens: int = 24,
+    model_cache: Path | None = None,
+) -> int:
+    """The demo with three hosts (`cluster_scenes`), at work in `directory`. Arguments and exit status as `run`.
+
+    Raises PerdureError if a step cannot run."""
+    from perdure.demo import cluster_scenes
+
+    outcome = cluster_scenes.play(
+        Path(directory), context_tokens=tokens, answer_tokens=answer_tokens, model_cache=model_cache
+    )
+    if json:
+        sys.stdout.write(_json.dumps(outcome, indent=2) + "\n")
+    else:
+        cluster_scenes.show(outcome)
+    return 0 if outcome["ok"] else 1

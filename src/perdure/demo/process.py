@@ -18,11 +18,12 @@ import subprocess
 import sys
 import tempfile
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from types import TracebackType
 from typing import Any
 
 from perdure.errors import PerdureError
+from perdure.testing.hosts import Host, Loopback
 
 WORKER = "perdure.demo.worker"
 SILENCE_S = 300.0  # the longest single step is a chunk of prefill; conversion on a slow disk is next
@@ -43,6 +44,7 @@ _ENVIRONMENT = {
 # Threads that wait do not spin, in every process of the demo alike. On two cores that others used too, spinning made
 # prefill 3 to 10 times slower; on idle cores it is 15 % faster. What the user has set stays.
 _DEFAULTS = {"OMP_WAIT_POLICY": "passive"}
+LOCAL = Loopback()
 
 Progress = Callable[[str, int, int | None], None]
 """What is being done, units done, units in all (None: unknown)."""
@@ -57,16 +59,26 @@ def bound(command: list[str]) -> list[str]:
     return [sys.executable, "-S", "-c", _LAUNCHER, str(os.getpid()), *command]
 
 
+class Bound:
+    """A host whose processes are killed when this process ends."""
+
+    def __init__(self, host: Host):
+        self._host, self.address, self.inside = host, host.address, host.inside
+
+    def command(self, words: Sequence[str]) -> list[str]:
+        return bound(self._host.command(words))
+
+
 class Child:
     """One job in a process of its own."""
 
-    def __init__(self, job: dict[str, Any], note: Progress):
+    def __init__(self, job: dict[str, Any], note: Progress, host: Host = LOCAL):
         self._note = note
         self._errors = tempfile.TemporaryFile()  # noqa: SIM115 (closed in __exit__)
         self._lines: queue.SimpleQueue[str] = queue.SimpleQueue()
         self._what = str(job["kind"])
         self.process = subprocess.Popen(
-            bound([sys.executable, "-m", WORKER]), stdin=subprocess.PIPE, stdout=subprocess.PIPE,
+            bound(host.command([sys.executable, "-m", WORKER])), stdin=subprocess.PIPE, stdout=subprocess.PIPE,
             stderr=self._errors, env=_DEFAULTS | os.environ | _ENVIRONMENT, text=True, encoding="utf-8",
         )  # fmt: skip
         self._reader = threading.Thread(target=self._read, name="perdure-demo-reader", daemon=True)

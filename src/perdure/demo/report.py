@@ -23,6 +23,14 @@ _TITLES = {
 }
 
 
+_CAPTION = (
+    "first token: from token ids to the first token of the answer, with the\n"
+    "model loaded and warmed up; cold: the same prompt without a store, alone\n"
+    "on the machine, while the agents run all at once. read: from the service's\n"
+    "memory, or from the disk, past the page cache where the file system allows it."
+)
+
+
 class Stage:
     """Shows which process runs and how far it is: bars on a terminal, one line per scene elsewhere."""
 
@@ -107,7 +115,7 @@ def show(outcome: dict[str, Any]) -> None:
     from rich.text import Text
 
     console = Console()
-    console.print(_table(outcome))
+    console.print(table(outcome))
     for row in outcome["rows"]:
         console.print(Text(f"{row['name']}: {row['question']}\n    {' '.join(row['text'].split())}"), highlight=False)
     stored, flip = outcome["stored"], outcome["flip"]
@@ -126,8 +134,15 @@ perdure explain {outcome["store"]} {flip["key"]}
 look at what is left: perdure status {outcome["store"]}
 """
     console.print(Text(lines), highlight=False, soft_wrap=True)
-    for check, passed in outcome["checks"].items():
-        console.print(
+    show_checks(outcome["checks"])
+
+
+def show_checks(checks: Mapping[str, bool]) -> None:
+    from rich.console import Console
+    from rich.text import Text
+
+    for check, passed in checks.items():
+        Console().print(
             Text(f"{'yes' if passed else 'NO '}  {check}", style="" if passed else "bold red"), highlight=False
         )
 
@@ -138,17 +153,15 @@ def _source(row: dict[str, Any]) -> str:
     return {0: "disk", row["restored_blocks"]: "memory"}.get(row["from_memory_blocks"], "both")
 
 
-def _table(outcome: dict[str, Any]) -> Any:
+def table(outcome: dict[str, Any], caption: str = _CAPTION) -> Any:
+    """What each process read and computed, for rich. Rows of cold answers have names that begin so."""
     from rich import box
     from rich.table import Table
 
-    table = Table(
+    shown = Table(
         title=f"{outcome['context_tokens']:,} tokens of context, SmolLM2-135M in fp32, "
         f"blocks of {outcome['block_tokens']} tokens",
-        caption="first token: from token ids to the first token of the answer, with the\n"
-        "model loaded and warmed up; cold: the same prompt without a store, alone\n"
-        "on the machine, while the agents run all at once. read: from the service's\n"
-        "memory, or from the disk, past the page cache where the file system allows it.",
+        caption=caption,
         caption_justify="left",
         box=box.SIMPLE_HEAD,
         padding=0,
@@ -158,10 +171,10 @@ def _table(outcome: dict[str, Any]) -> Any:
     headings = ("", "first\ntoken", "\ncold", "\nfaster", "tokens\nprefilled", "\nread", "\nfrom", "\nGB/s",
                 "tokens\nequal", "logits\ndiffer")  # fmt: skip
     for heading in headings:
-        table.add_column(heading, justify="right" if heading else "left", no_wrap=True)
+        shown.add_column(heading, justify="right" if heading else "left", no_wrap=True)
     for row in outcome["rows"]:
-        cold = row["name"] == "cold"
-        table.add_row(
+        cold = row["name"].startswith("cold")
+        shown.add_row(
             row["name"],
             f"{row['first_token_s']:.2f} s",
             "" if cold else f"{row['cold_first_token_s']:.2f} s",
@@ -173,4 +186,4 @@ def _table(outcome: dict[str, Any]) -> Any:
             "" if cold else "yes" if row["tokens_identical"] else "[bold red]NO[/]",
             "" if cold else f"{row['logits_differ_max']:.1g}",
         )
-    return table
+    return shown

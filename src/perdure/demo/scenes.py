@@ -140,17 +140,17 @@ def _look_again(directory: Path, flip: dict[str, Any]) -> dict[str, Any]:
 # --- the report
 def _rows(told: dict[str, Any], logits: str) -> list[dict[str, Any]]:
     cold = told["cold"]
-    rows = [_row(name, QUESTION, told[name], cold, logits) for name in ("cold", "shared", "restored")]
+    rows = [row_of(name, QUESTION, told[name], cold, logits) for name in ("cold", "shared", "restored")]
     reference = iter(told["reference"]["answers"])
     for title, questions, turn in zip(("agent", "storm"), QUESTIONS, told["agents"]["turns"], strict=True):
         for number, question in enumerate(questions):
             expected = next(reference)
             if answer := turn["answers"].get(number):
-                rows.append(_row(f"{title} {number + 1}", question, answer, expected, logits))
-    return [*rows, _row("byte flipped", QUESTION, told["flipped"], cold, logits)]
+                rows.append(row_of(f"{title} {number + 1}", question, answer, expected, logits))
+    return [*rows, row_of("byte flipped", QUESTION, told["flipped"], cold, logits)]
 
 
-def _row(name: str, question: str, ours: dict[str, Any], cold: dict[str, Any], logits: str) -> dict[str, Any]:
+def row_of(name: str, question: str, ours: dict[str, Any], cold: dict[str, Any], logits: str) -> dict[str, Any]:
     mine, theirs = (np.load(Path(logits) / f"{answer['name']}.npy") for answer in (ours, cold))
     both = min(len(mine), len(theirs))
     restored = ours.get("restored_bytes", 0)

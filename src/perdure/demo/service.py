@@ -19,6 +19,7 @@ from types import TracebackType
 from perdure.demo import process
 from perdure.demo.process import DemoError
 from perdure.service.settings import PREFIX
+from perdure.testing.hosts import Host
 
 CAPACITY = "2GiB"
 MEMORY = "512MiB"  # twice what the whole guide takes
@@ -27,10 +28,10 @@ _POLL_S = 0.02
 
 
 class Service:
-    """The service of the store in `directory`."""
+    """The service of the store in `directory`. options: further ones of `perdure serve`; host: where it runs."""
 
-    def __init__(self, directory: Path):
-        self._directory = directory
+    def __init__(self, directory: Path, *options: str, host: Host = process.LOCAL):
+        self._directory, self._options, self._host = directory, options, host
         self._log = tempfile.TemporaryFile()  # noqa: SIM115 (closed in __exit__)
         self._begin = 0  # of the current run, in the log
         self.process: subprocess.Popen[bytes] | None = None
@@ -51,10 +52,10 @@ class Service:
     def start(self) -> None:
         """Returns when it is ready. Raises DemoError."""
         self._begin = os.fstat(self._log.fileno()).st_size
-        command = [
+        command = self._host.command([
             sys.executable, "-m", "perdure.cli", "serve", "--data", str(self._directory), "--capacity", CAPACITY,
-            "--memory", MEMORY, "--metrics", "", "--log-format", "json",
-        ]  # fmt: skip
+            "--memory", MEMORY, "--metrics", "", "--log-format", "json", *self._options,
+        ])  # fmt: skip
         self.process = subprocess.Popen(
             process.bound(command), stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=self._log,
             env={name: value for name, value in os.environ.items() if not name.startswith(PREFIX)},

@@ -2,8 +2,9 @@
 
 Started as `python -m perdure.demo.worker` by `demo.process`, which says how they talk. Jobs: `prepare` (model and token
 ids), `cold` (prefill, answer, store, hand the session off, then wait to be killed), `outlives` (goes on with that
-session; asks before and after the service is replaced, and makes the branches), `agent` (one of those), `reference`
-(what the agents answer without a store), `restored`. All but `prepare` and `reference` are clients of the service.
+session; asks before and after the service is replaced, and makes the branches), `agent` (one of those), `fork` (one
+question to a branch), `reference` (the same questions without a store), `restored`. All but `prepare` and `reference`
+are clients of the service.
 
 Measuring: time to first token begins when the token ids are there and ends with the first token of the answer. Loading
 the model and its one-time costs are not in it: every process runs a warm-up of 1,024 other tokens first.
@@ -40,6 +41,7 @@ QUESTIONS = (  # of each agent, by turn
         "What happens to a process that was paused for a long time?",
     ),
 )
+FORK_QUESTION = QUESTIONS[0][0]
 _LOOKED_UP = ("8.", "7.")  # the section of the guide that all agents look up before they ask, by turn
 
 
@@ -81,7 +83,8 @@ def prepare(job: dict[str, Any]) -> dict[str, Any]:
         prompts.append([before + ask(question) for question in questions])
     return {
         "model": str(model), "context": len(context), "prompt": context + ask(QUESTION),
-        "shared": shared, "prompts": prompts, "section_tokens": most,
+        "fork": context + ask(FORK_QUESTION), "shared": shared, "prompts": prompts,
+        "section_tokens": most,
     }  # fmt: skip
 
 
@@ -188,6 +191,18 @@ def agent(job: dict[str, Any]) -> dict[str, Any]:
     return {}
 
 
+def fork(job: dict[str, Any]) -> dict[str, Any]:
+    """Another question about what the first branch of the session holds."""
+    run = Run(job)
+    with run.store:
+        prefixes = run.prefixes()
+        session = prefixes.space.find_session(f"{job['session']}/1")
+        started = time.perf_counter()
+        back = prefixes.restore(job["fork"])
+        answer = run.answer(job["fork"], back.cache, back.tokens, back.tokens, "fork", started=started)
+        return answer | _brought_back(back) | {"blocks": session.blocks}
+
+
 def _turn(run: Run, prefixes: Any, session: Any, turn: int, shared: list[int]) -> dict[str, Any]:
     from perdure.engines.prefill import prefill_once
 
@@ -226,7 +241,7 @@ def _brought_back(back: Any) -> dict[str, Any]:
 
 _JOBS = {
     "prepare": prepare, "cold": cold, "reference": reference, "restored": restored, "outlives": outlives,
-    "agent": agent,
+    "agent": agent, "fork": fork,
 }  # fmt: skip
 
 

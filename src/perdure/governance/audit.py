@@ -21,14 +21,14 @@ import os
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterator
-from contextvars import ContextVar
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final, NamedTuple
+from typing import Any, Final
 
 from perdure import limits
 from perdure.errors import AuditUnavailable, InvalidArgument
+from perdure.governance import actor
 from perdure.governance import audit_files as files
 from perdure.governance.audit_files import Event as Event
 from perdure.governance.checkpoint import Checkpoint, Signer
@@ -38,26 +38,7 @@ from perdure.keys import KeyArray, derive
 
 _LOG = logging.getLogger("perdure.audit")
 _ID_DIGITS: Final = 32
-
-
-class Actor(NamedTuple):
-    """On whose behalf this thread works. who "": not told, so this process itself; trace: an id of the caller's."""
-
-    who: str = ""
-    trace: str = ""
-
-
-_actor: ContextVar[Actor] = ContextVar("perdure_actor", default=Actor())  # noqa: B039 (immutable)
-
-
-@contextlib.contextmanager
-def acting(who: str, trace: str = "") -> Iterator[None]:
-    """What is recorded inside was done for `who`."""
-    token = _actor.set(Actor(who, trace))
-    try:
-        yield
-    finally:
-        _actor.reset(token)
+BUILT_IN: Final = "built-in/1"  # the policy of who has none: whoever opened the store may do everything
 
 
 @dataclass(slots=True)
@@ -93,7 +74,7 @@ class AuditLog:
         files.write_new(folder / files.KEY, f"{signer.verifier}\n".encode())
         if not (folder / files.CHECKPOINT).exists():
             files.write_new(folder / files.CHECKPOINT, self._note(0, self._tree.root()))
-        self._fd = self._open_file()
+        self._fd, self._sha = self._open_file(self._first), found.sha
         os.ftruncate(self._fd, self._nbytes)
         self._thread = threading.Thread(target=self._work, name="perdure-audit", daemon=True)
         try:
@@ -126,10 +107,11 @@ class AuditLog:
 
     def append_all(self, events: list[Event]) -> None:
         """All or none. Raises AuditUnavailable."""
-        actor, now = _actor.get(), self._wall()
+        acting, now = actor.current(), self._wall()
         waiting = [_Waiting(event) for event in events]
         for one in events:
-            one.who, one.trace, one.at = one.who or actor.who or f"local pid {os.getpid()}", actor.trace, now
+            one.who, one.trace, one.at = one.who or acting.who or f"local pid {os.getpid()}", acting.trace, now
+            one.policy = one.policy or acting.policy or BUILT_IN
         with self._queue_lock:
             self._queue += waiting
         with self._lock:
@@ -185,6 +167,7 @@ class AuditLog:
             return
         self._problem, self._torn, self._lost, self._prev = None, False, 0, prev
         self._nbytes += len(data)
+        self._sha.update(data)
         for leaf in leaves:
             self._tree.append(leaf)
         for one in waiting:
@@ -207,8 +190,8 @@ class AuditLog:
     def _pwrite(self, view: memoryview, at: int) -> int:
         return os.pwrite(self._fd, view, at)
 
-    def _open_file(self) -> int:
-        path = self._folder / files.log_name(self._first)
+    def _open_file(self, first: int) -> int:
+        path = self._folder / files.log_name(first)
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         files.sync_folder(self._folder)
         return descriptor
@@ -256,19 +239,19 @@ class AuditLog:
                 return
             os.ftruncate(self._fd, self._nbytes)
             self._sync(self._nbytes)
-            path = self._folder / files.log_name(self._first)
             digest = files.Digest(
-                self._signer.verifier.name, self._first, self._tree.size - self._first,
-                hashlib.sha256(path.read_bytes()).digest(), self._before, tuple(self._tree.frontier),
+                self._signer.verifier.name, self._first, self._tree.size - self._first, self._sha.digest(),
+                self._before, tuple(self._tree.frontier),
             )  # fmt: skip
             note = self._signer.sign(digest.text())
             files.write_new(self._folder / files.digest_name(self._first), note)
             files.write_new(self._folder / files.CHECKPOINT, self._note(self._tree.size, self._tree.root()))
             self._signed = self._tree.size
+            descriptor = self._open_file(self._tree.size)
             os.close(self._fd)
+            self._fd, self._sha = descriptor, hashlib.sha256()
             self._first, self._nbytes, self._before = self._tree.size, 0, hashlib.sha256(note).digest()
             self._reserved, self._synced_bytes = 0, 0
-            self._fd = self._open_file()
 
     def _work(self) -> None:
         while not self._stop:
@@ -295,7 +278,9 @@ class AuditLog:
         self._thread.join()
         with contextlib.suppress(OSError):
             self.checkpoint()
-        os.close(self._fd)
+        with self._lock:  # its number may be another file's at once: nobody may write to it any more
+            fd, self._fd = self._fd, -1
+        os.close(fd)
 
 
 def _unavailable(error: OSError) -> AuditUnavailable:
@@ -323,14 +308,21 @@ def open_log(
     engine reads memory unseen). Raises InvalidArgument, AuditDamaged, AuditUnavailable."""
     if mode not in ("auto", "off", "on", "reads", True, False):
         raise InvalidArgument(f"audit={mode!r}: must be auto, off, on or reads")
-    folder = directory / files.FOLDER
-    if mode in ("off", False) or (mode == "auto" and not (folder / files.KEY).exists()):
+    folder, off = directory / files.FOLDER, mode in ("off", False)
+    if (off or mode == "auto") and not (folder / files.KEY).exists():
         return None
     try:
         log = AuditLog(folder, files.signer_of(directory, store), id_key_of(root_secret), wall)
-        mode = files.lasting(folder / files.MODE, "on" if mode is True else str(mode), "on")
+        if not off:
+            mode = files.lasting(folder / files.MODE, "on" if mode is True else str(mode), "on")
     except OSError as error:
         raise _unavailable(error) from error
+    if off:  # nobody ends it unseen
+        try:
+            log.append(Event("config", detail="audit: off, until the store is opened with it"), durable=True)
+        finally:
+            log.close()
+        return None
     log.every_read = mode == "reads"
     log.note(Event("open", detail=f"audit {mode}"))
     return log

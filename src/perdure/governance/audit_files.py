@@ -24,7 +24,7 @@ import secrets
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 import msgspec
 
@@ -62,7 +62,7 @@ class Event(msgspec.Struct, omit_defaults=True):
     outcome: str = ""
     counts: dict[str, int] = {}
     decision: str = "allow"
-    policy: str = "built-in/1"
+    policy: str = ""  # id and version: TENANT@VERSION#DIGEST of the terms and rules, or built-in/1
     detail: str = ""
 
 
@@ -197,6 +197,7 @@ class Recovered:
     cut: int
     prev: str
     before: bytes
+    sha: Any  # hashlib's, of the good part
 
 
 def recover(folder: Path, verifier: Verifier) -> Recovered:
@@ -226,7 +227,8 @@ def recover(folder: Path, verifier: Verifier) -> Recovered:
             raise AuditDamaged(f"{path}: its first {tree.size - first} records are not the ones that were signed")
     if tree.size < checkpoint.size:
         raise AuditDamaged(f"{path}: cut short: {tree.size} records are left of {checkpoint.size} that were signed")
-    return Recovered(tree, first, good, len(data) - good, prev, before)
+    sha = hashlib.sha256(memoryview(data)[:good])
+    return Recovered(tree, first, good, len(data) - good, prev, before, sha)
 
 
 def _newest(folder: Path, verifier: Verifier) -> Checkpoint:

@@ -38,10 +38,13 @@ from perdure.governance.audit_files import lasting, sync_folder, write_new
 from perdure.governance.kek import KEY_BYTES, Kek, kek_of, overwrite, seal, unseal
 from perdure.keys import derive, tenant_id, tenant_secret
 
+Tell = Callable[[str, bytes, str], None]
+"""An event about a tenant's key: "key-create" may raise, and then there is none; "key-refused" never does."""
 _GONE: Final = ".gone"
 _MODE: Final = "encryption"
 _TENANT: Final = b"perdure/1/tenant-key\0"
 _SEGMENT: Final = b"perdure/1/segment-key\0"
+_DATA: Final = b"perdure/1/tenant-data\0"
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,9 +68,11 @@ class Keystore:
         kek: Callable[[], Kek],
         encrypts: Callable[[bytes], bool] = lambda tenant: True,
         monotonic: Callable[[], float] = time.monotonic,
+        mode: str = "on",
     ):
-        """encrypts: whether new segments of a tenant (by its id) are encrypted."""
-        self.encrypts = encrypts
+        """encrypts: whether new segments of a tenant (by its id) are encrypted. mode: the setting that says so."""
+        self.encrypts, self.mode = encrypts, mode
+        self.tell: Tell = lambda op, tenant, why: None  # set by the store that has an audit log
         self._folder, self._make_kek, self._monotonic = folder, kek, monotonic
         self._kek: Kek | None = None
         self._tenants: dict[bytes, tuple[bytes, float]] = {}  # key, trusted until
@@ -147,6 +152,7 @@ class Keystore:
                 if not isinstance(error, KeyDestroyed):
                     refusal = KeyUnavailable(str(error))
                     self._refused[tenant] = (refusal, self._monotonic() + limits.key_retry_s)
+            self.tell("key-refused", tenant, str(error))
             asked.set_exception(error if isinstance(error, KeyUnavailable) else KeyUnavailable(repr(error)))
             return
         with self._lock:
@@ -176,6 +182,7 @@ class Keystore:
                 return kek.unwrap(again, _TENANT + tenant)  # a rotation was faster
         key = secrets.token_bytes(KEY_BYTES)
         wrapped = kek.wrap(key, _TENANT + tenant)
+        self.tell("key-create", tenant, "")
         try:
             with self._lock:
                 self._write(path, wrapped)
@@ -186,6 +193,15 @@ class Keystore:
     def _forget(self, tenant: bytes) -> None:
         self._tenants.pop(tenant, None)
         self._segments = {name: one for name, one in self._segments.items() if one[0] != tenant}
+
+    # --- small data of a tenant's, kept elsewhere
+    def seal(self, tenant: bytes, data: bytes) -> bytes:
+        """Raises KeyUnavailable."""
+        return seal(self._tenant(tenant, create=True), data, _DATA + tenant)
+
+    def unseal(self, tenant: bytes, sealed: bytes) -> bytes:
+        """Raises KeyUnavailable, KeyDestroyed."""
+        return unseal(self._tenant(tenant), sealed, _DATA + tenant)
 
     # --- end of keys
     def gone(self, tenant: bytes, segment: bytes) -> bool:
@@ -319,7 +335,7 @@ def open_keystore(
         raise KeyUnavailable(f"{folder}: {error}; check owner, mode, mount") from error
     everyone = encryption == "on"
     ids = {tenant_id(tenant_secret(root_secret, name)) for name in check_encryption(encryption)}
-    return Keystore(folder, lambda: kek_of(kek, folder), lambda tenant: everyone or tenant in ids)
+    return Keystore(folder, lambda: kek_of(kek, folder), lambda tenant: everyone or tenant in ids, mode=encryption)
 
 
 def check_encryption(encryption: str) -> list[str]:

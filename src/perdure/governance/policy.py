@@ -36,6 +36,7 @@ SPACE_ACTIONS: Final = ("read", "map", "write", "pin", "release", "session", "ha
 SERVICE_ACTIONS: Final = ("status", "explain", "audit", "administer")
 ACTIONS: Final = SPACE_ACTIONS + SERVICE_ACTIONS
 _WRITING: Final = ("write", "publish")
+_STAMP_DIGITS: Final = 12
 
 SCHEMA: Final = f"""
 namespace Perdure {{
@@ -145,7 +146,13 @@ class Policies:
         told = [sorted((one.name, one.text) for one in self.rules)]
         told.append(sorted((name, msgspec.json.encode(one).decode()) for name, one in self.documents.items()))
         told.append(sorted((name, msgspec.json.encode(one).decode()) for name, one in self.principals.items()))
+        told.append([("jwt", msgspec.json.encode(self.jwt).decode())])
         return hashlib.sha256(json.dumps(told).encode()).hexdigest()
+
+    def stamp(self, tenant: str) -> str:
+        """Id and version of what decides about a tenant's blocks, for the audit log; "": about the service."""
+        document = self.documents.get(tenant)
+        return f"{tenant if document is None else document.name}#{self.digest[:_STAMP_DIGITS]}"
 
     def _entities(self) -> list[dict[str, Any]]:
         made = [_entity("Tenant", name) for name in self._tenants()]

@@ -76,7 +76,7 @@ class DistantKeyspace(RemoteKeyspace):
     ) -> None:  # fmt: skip
         names, left_s = keys[part].tobytes(), call.until - time.monotonic()
         with self._payload(call) as (stream, number):
-            stream.send(m.encode(m.Get(number, call.space, names, max(0.0, left_s))), until=call.until)
+            stream.send(m.encode_question(m.Get(number, call.space, names, max(0.0, left_s))), until=call.until)
             first, last = 0, False
             while not last:
                 until = by(deadline)
@@ -139,7 +139,7 @@ class DistantKeyspace(RemoteKeyspace):
         names, left_s = keys[part].tobytes(), until - time.monotonic()
         with self._payload(call) as (stream, number):
             question = m.Put(number, call.space, names, *terms, max(0.0, left_s), landing)
-            stream.send(m.encode(question), payload=payload, until=until)
+            stream.send(m.encode_question(question), payload=payload, until=until)
             data, _ = stream.receive(until + GRACE_S)
             note(report, part, self._expect(data, number, m.Written))
 

@@ -12,31 +12,31 @@ Contract
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
 import numpy as np
-from numpy.typing import NDArray
 
 from perdure import limits
-from perdure.catalog.api import KeyArray, fingerprints
 from perdure.errors import AccessDenied
+from perdure.governance.actor import acting
+from perdure.governance.audit import Event
+from perdure.governance.denials import Denials
 from perdure.governance.identity import Authority, Capability, Tokens, granted
 from perdure.governance.policy import SPACE_ACTIONS, Policies, Where
 from perdure.governance.principals import Principal
 from perdure.governance.shares import Shares
 from perdure.governance.terms import NARROW, Document
-from perdure.presence_table import NO_SEGMENT
-from perdure.reports import WriteStatus
-from perdure.segments.landing import BlockStatus
+from perdure.service import adopting
 from perdure.service import messages as m
-from perdure.service.fields import NO_SLOT, keys_of, lease_of
+from perdure.service.fields import keys_of, lease_of
 from perdure.service.peers import Peer
 from perdure.service.quotas import Quotas
 from perdure.service.regions import lies_in_memory
+from perdure.service.shown import OTHER, Owners, denial, own_block, own_status
 from perdure.service.verbs import Reply, Waiting
 from perdure.store import Store
 
@@ -51,7 +51,6 @@ _SESSION_VERBS: Final = {
     "handoff": "handoff", "adopt": "handoff", "pin": "pin", "release": "release", "prefetch": "read",
 }  # fmt: skip
 _NAMED: Final = ("name", "new_name")
-_ABSENT, _MINE, _OTHER = 0, 1, 2
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,6 +61,10 @@ class Opening:
     document: Document
     salt: str
     mapped: bool
+
+    @property
+    def on_behalf(self) -> str:
+        return f" for {self.capability.subject}" if self.capability.subject else ""
 
 
 class Guard:
@@ -78,31 +81,45 @@ class Guard:
         """roots: directories, and the bucket, that the store's bytes lie in. encrypts: whether a tenant's new blocks
         are encrypted."""
         self._core, self.policies = store.core, policies
+        self._owners = Owners(store.core)
         self._roots = tuple(str(root) for root in roots)
         self._persistent = not all("://" not in root and lies_in_memory(root) for root in self._roots)
         self._encrypts = encrypts or (lambda tenant: False)
         self._now = store.core.clock.boottime
         self.authority = Authority(self._now)
         self._tokens = None if policies.jwt is None else Tokens(policies.jwt, policies.path, store.core.clock.wall)
+        adopting.record(store.core, policies)
         self.quotas = Quotas(store.core)
+        self.denials = Denials(lambda: store.core.audit)
         self.shares = Shares(store.core.root_secret, policies.documents)
         store.core.reclaimer.shares = store.core.pool.shares = self.shares
+        store.core.publications.permit(self._publishes)
+
+    def _publishes(self, tenant: str) -> bool:
+        document = self.policies.documents.get(tenant)
+        return document is not None and document.publication
 
     # --- who
     def principals(self) -> Iterable[Principal]:
         return self.policies.principals.values()
 
-    def by_certificate(self, uris: Iterable[str]) -> Principal:
+    def by_certificate(self, uris: Iterable[str], address: str) -> Principal:
         """The principal that a certificate's URIs name. Raises AccessDenied."""
         named = list(uris)
         found = [one for one in self.principals() if one.spiffe and named == [one.spiffe]]
         if not found:
-            raise AccessDenied("the certificate names no principal of this service by a single SPIFFE id")
+            why = "the certificate names no principal of this service by a single SPIFFE id"
+            self.denials.note(address.rpartition(":")[0], "", "connect", why, self.policies.stamp(""))
+            raise AccessDenied(why)
         return found[0]
 
     # --- opening
     def admit(self, peer: Peer, q: m.OpenSpace) -> Opening:
         """Raises AccessDenied."""
+        with self._recorded(peer, q.tenant, "open"):
+            return self._admit(peer, q)
+
+    def _admit(self, peer: Peer, q: m.OpenSpace) -> Opening:
         who = peer.principal
         assert who is not None
         if q.capability:
@@ -140,15 +157,17 @@ class Guard:
         """Decided now, for as long as the policy stays."""
         decided = self.policies.decide_all(who, tenant, SPACE_ACTIONS, self._where(tenant))
         allowed = frozenset(action for action, one in decided.items() if one.allowed)
-        document = self.policies.documents.get(tenant)
-        name = "" if document is None else document.name
-        return Capability(who.name, tenant, "", "", allowed, float("inf"), name)
+        return Capability(who.name, tenant, "", "", allowed, float("inf"), self.policies.stamp(tenant))
 
     def _where(self, tenant: str) -> Where:
         return Where(self._roots, persistent=self._persistent, encrypted=self._encrypts(tenant))
 
     def exchange(self, peer: Peer, q: m.Exchange) -> m.Granted:
         """A capability for a token. Raises AccessDenied."""
+        with self._recorded(peer, "", "exchange"):
+            return self._exchange(peer, q)
+
+    def _exchange(self, peer: Peer, q: m.Exchange) -> m.Granted:
         who = peer.principal
         assert who is not None
         if self._tokens is None or self.policies.jwt is None:
@@ -160,10 +179,11 @@ class Guard:
         # mapped memory could still be read when the capability is over
         actions = granted(claims, who, allowed, frozenset(q.actions)) - {"map"}
         ttl_s = min(claims.left_s, self.policies.jwt.ttl_s_max)
-        policy = self.policies.documents[claims.tenant].name if claims.tenant in self.policies.documents else ""
-        capability = Capability(
-            who.name, claims.tenant, claims.subject, q.session, actions, self._now() + ttl_s, policy
-        )
+        stamp = self.policies.stamp(claims.tenant)
+        capability = Capability(who.name, claims.tenant, claims.subject, q.session, actions, self._now() + ttl_s, stamp)
+        if self._core.audit is not None:
+            told = f"{', '.join(sorted(actions)) or 'nothing'} for {ttl_s:.0f} s, to {claims.subject}"
+            self._core.audit.note(Event("grant-capability", tenant=claims.tenant, policy=stamp, detail=told))
         return m.Granted(q.id, self.authority.issue(capability), claims.tenant, sorted(actions), ttl_s)
 
     # --- questions
@@ -176,14 +196,48 @@ class Guard:
             reply, fds = answer()
         return self._shown(peer, question, reply), fds
 
-    def entered(self, peer: Peer, question: Any) -> AbstractContextManager[None]:
-        """The question is being answered."""
+    @contextmanager
+    def entered(self, peer: Peer, question: Any) -> Iterator[None]:
+        """The question is being answered: under which policy, and for whom."""
         opening = self._opening(peer, question)
-        return nullcontext() if opening is None else self.quotas.entered(opening.document.tenant, question)
+        if opening is None:
+            yield
+            return
+        with self.quotas.entered(opening.document.tenant, question):
+            if self._core.audit is None:
+                yield
+                return
+            with acting(peer.who + opening.on_behalf, policy=opening.capability.policy):
+                yield
 
     def refusal(self, peer: Peer, q: Any) -> m.Message | None:
         """None, or the answer to what may not be done; raises AccessDenied where the answer has no room for it. Bounds
         the question's times to the tenant's terms."""
+        try:
+            return self._refusal(peer, q)
+        except AccessDenied as error:
+            self._deny(peer, q, str(error))
+            raise
+
+    @contextmanager
+    def _recorded(self, peer: Peer, tenant: str, what: str) -> Iterator[None]:
+        """A denial inside is in the audit log."""
+        try:
+            yield
+        except AccessDenied as error:
+            self.denials.note(peer.who, tenant, what, str(error), self.policies.stamp(tenant))
+            raise
+
+    def _deny(self, peer: Peer, q: Any, why: str) -> None:
+        opening = peer.openings[q.space] if 0 <= getattr(q, "space", -1) < len(peer.openings) else None
+        what = q.verb if isinstance(q, m.SessionAsk) else type(q).__name__.lower()
+        if opening is None:
+            self.denials.note(peer.who, "", what, why, self.policies.stamp(""))
+        else:
+            capability = opening.capability
+            self.denials.note(peer.who + opening.on_behalf, capability.tenant, what, why, capability.policy)
+
+    def _refusal(self, peer: Peer, q: Any) -> m.Message | None:
         if isinstance(q, FREE):
             return None
         if isinstance(q, m.EndLease):
@@ -199,6 +253,9 @@ class Guard:
         if isinstance(q, m.SessionAsk) and q.space < 0:
             self._administer(peer, q)
             return None
+        if isinstance(q, m.Publication):
+            self._publication(peer, q)
+            return None
         opening = self._opening(peer, q)
         if opening is None:
             self._service_action(peer, "administer")
@@ -206,16 +263,21 @@ class Guard:
         action = _SESSION_VERBS.get(q.verb, "session") if isinstance(q, m.SessionAsk) else _NEEDS[type(q)]
         problem = self._problem(peer, opening, action)
         if problem is not None:
-            return _denied(q, problem)
+            return self._denied(peer, q, problem)
         if isinstance(q, m.SessionAsk):
             self._bound_session(opening, q)
         self._bound_keys(peer, q)
         problem = self.quotas.problem(peer, opening.document, q)  # last: what it lets through is counted
         if problem is not None:
-            return _denied(q, problem)
+            return self._denied(peer, q, problem)
         if isinstance(q, m.Write | m.Put):
             q.ttl_s = opening.document.ttl(q.ttl_s)
         return None
+
+    def _denied(self, peer: Peer, q: Any, why: str) -> m.Message:
+        answer = denial(q, why)  # raises AccessDenied
+        self._deny(peer, q, why)
+        return answer
 
     def _bound_keys(self, peer: Peer, q: Any) -> None:
         """Nothing is done to other tenants' blocks. Raises AccessDenied."""
@@ -224,7 +286,7 @@ class Guard:
             q, m.SessionAsk | m.Pin | m.Hint | m.Reserve | m.Write | m.Put
         ):
             return
-        if (self._owners(keys_of(told), peer.space(q.space).tenant_id) == _OTHER).any():
+        if (self._owners.of(keys_of(told), peer.space(q.space).tenant_id) == OTHER).any():
             raise AccessDenied("keys of blocks that are another tenant's")
 
     def _opening(self, peer: Peer, q: Any) -> Opening | None:
@@ -253,7 +315,7 @@ class Guard:
         names = [q.fields.get(field) for field in _NAMED if q.fields.get(field) is not None]
         inside = names and all(isinstance(name, str) and name.startswith(scope) for name in names)
         if scope and not inside and q.verb != "prefetch":
-            raise AccessDenied(f"the capability is for sessions whose names begin with {scope!r}")
+            raise AccessDenied("the capability is for sessions whose names begin with what it was exchanged for")
         asked = q.fields.get("ttl_s")
         if opening.document.retention_min_s and (q.verb == "release" or (q.verb == "expire" and asked == 0)):
             raise AccessDenied(f"{opening.document.name} promises retention; the session ends by itself")
@@ -279,6 +341,25 @@ class Guard:
             raise AccessDenied("sessions: the capability is for some of them only; open them by name")
         q.fields = q.fields | {"tenant": tenant}
 
+    def _publication(self, peer: Peer, q: m.Publication) -> None:
+        """Publishing: who may for the tenant, on its terms. Its end: also the service's operator, whatever the terms
+        say by now. A list: who may see the status, else of what concerns one's tenants. Raises AccessDenied."""
+        who, published = peer.principal, self._core.publications
+        assert who is not None
+        if q.verb == "published":
+            if not self.policies.decide(who, "", "status").allowed:
+                q.fields = {"tenants": list(who.tenants)}
+            return
+        tenant = published.tenant_of(q.verb, q.fields)
+        decided = self.policies.decide(who, tenant, "publish", self._where(tenant))
+        document = self.policies.documents.get(tenant)
+        ending = q.verb == "unpublish" and self.policies.decide(who, "", "administer").allowed
+        if not ending and (who.tokens or not decided.allowed or document is None):
+            raise AccessDenied(f"{q.verb}: {decided.why if tenant in who.tenants else 'no such prefix of yours'}")
+        asked = q.fields.get("ttl_s")
+        if document is not None and q.verb == "publish" and (asked is None or isinstance(asked, int | float)):
+            q.fields = q.fields | {"ttl_s": document.ttl(asked)}
+
     def _service_action(self, peer: Peer, action: str) -> None:
         who = peer.principal
         assert who is not None
@@ -295,90 +376,26 @@ class Guard:
             action = "status" if isinstance(q, m.Status) else "explain"
             if isinstance(reply, m.Document) and not self.policies.decide(who, "", action).allowed:
                 mine = {space.tenant for space in peer.spaces} | set(who.tenants)
-                reply.content = _own_status(reply.content, mine) if action == "status" else self._own_block(peer, reply)
+                reply.content = own_status(reply.content, mine) if action == "status" else own_block(peer, reply)
             return reply
         if isinstance(q, m.ExplainPrefix) and isinstance(reply, m.Document):
             narrow = peer.openings[q.space].document.scope in NARROW
             elsewhere = [] if narrow else reply.content["elsewhere"]  # a digest is what names are made from
             reply.content["elsewhere"] = [{key: one[key] for key in ("usable", "differs")} for one in elsewhere]
         elif isinstance(q, m.Lookup | m.Follow):
-            keys, tenant_id = keys_of(q.keys), peer.space(q.space).tenant_id
+            keys, space = keys_of(q.keys), peer.space(q.space)
             if isinstance(reply, m.Count):
-                reply.count = self._own_prefix(keys[: reply.count], tenant_id)
+                reply.count = self._owners.prefix(keys[: reply.count], space)
             elif isinstance(reply, Waiting):
                 return Waiting(
-                    reply.wish, reply.until, lambda found: m.Count(q.id, self._own_prefix(keys[:found], tenant_id))
+                    reply.wish, reply.until, lambda found: m.Count(q.id, self._owners.prefix(keys[:found], space))
                 )
         elif isinstance(q, m.Advise) and isinstance(reply, m.Advised):
-            if self._own_prefix(keys_of(q.keys)[: reply.blocks], peer.space(q.space).tenant_id) < reply.blocks:
+            if self._owners.prefix(keys_of(q.keys)[: reply.stored], peer.space(q.space)) < reply.stored:
                 return m.Advised(q.id, 0, 0.0, 0.0, "nothing of it is stored")
         elif isinstance(q, m.Present) and isinstance(reply, m.Mask):
-            own = self._owners(keys_of(q.keys), peer.space(q.space).tenant_id) == _MINE
+            own = self._owners.readable(keys_of(q.keys), peer.space(q.space))
             reply.mask = (np.frombuffer(reply.mask, np.bool_) & own).tobytes()
         elif isinstance(q, m.Pin) and isinstance(reply, m.Made):
             self.quotas.pinned(peer, peer.openings[q.space].document.tenant, reply.number)
         return reply
-
-    def _own_prefix(self, keys: KeyArray, tenant_id: bytes) -> int:
-        own = self._owners(keys, tenant_id) == _MINE
-        return len(keys) if own.all() else int(own.argmin())
-
-    def _owners(self, keys: KeyArray, tenant_id: bytes) -> NDArray[np.uint8]:
-        """Per key whose the stored block is: _ABSENT, _MINE or _OTHER."""
-        core, owners = self._core, np.zeros(len(keys), np.uint8)
-        segments = core.presence.segments_of(fingerprints(keys))
-        stored = segments != NO_SEGMENT
-        for ordinal in np.unique(segments).tolist() if stored.any() else ():
-            tenant = b"" if ordinal == NO_SEGMENT else core.table.tenant(ordinal)
-            owners[segments == ordinal] = _MINE if tenant == tenant_id else _OTHER if tenant else _ABSENT
-        rest = np.flatnonzero(owners == _ABSENT)
-        if len(rest) and not core.presence.complete:
-            present, records = core.locate(keys[rest])
-            mine = np.array([row == tenant_id for row in records["tenant"].tolist()], bool)
-            owners[rest] = np.where(present, np.where(mine, _MINE, _OTHER), _ABSENT)
-        return owners
-
-    def _own_block(self, peer: Peer, reply: m.Document) -> dict[str, Any]:
-        """What an engine is told of a block: everything of its own tenants', of others' that it is not there."""
-        record = reply.content.get("record", {})
-        if record.get("tenant_id") in {space.tenant_id.hex() for space in peer.spaces}:
-            return {key: value for key, value in reply.content.items() if key != "keyspace"}
-        return {"key": reply.content["key"], "present": False, "memory": None, "incidents": [],
-                "verdict": "miss: not in the catalog (never stored, evicted or removed)"}  # fmt: skip
-
-
-def _own_status(status: dict[str, Any], tenants: set[str]) -> dict[str, Any]:
-    """What an engine is told of the service: that it runs, and what its tenants have."""
-    store = status["store"]
-    return {
-        "boot": status["boot"], "pid": status["pid"], "clients": [], "clients_omitted": 0,
-        "store": {
-            "format": store["format"], "healthy": store["healthy"], "background": store["background"],
-            "tenants": {name: one for name, one in store["tenants"].items() if name in tenants},
-            "keyspaces": [
-                {key: one[key] for key in ("tenant", "model", "block_tokens", "block_bytes")}
-                for one in store["keyspaces"] if one["tenant"] in tenants
-            ],
-        },
-    }  # fmt: skip
-
-
-def _denied(q: Any, why: str) -> m.Message:
-    """The answer to what may not be done, where it has room for that. Raises AccessDenied where not."""
-    if isinstance(q, m.Lookup | m.Follow):
-        return m.Count(q.id, 0)
-    if isinstance(q, m.Present):
-        return m.Mask(q.id, bytes(len(keys_of(q.keys))))
-    if isinstance(q, m.Advise):
-        return m.Advised(q.id, 0, 0.0, 0.0, f"denied: {why}")
-    if isinstance(q, m.Fetch | m.Read | m.Get | m.Write | m.Put):
-        count = len(keys_of(q.keys))
-        if isinstance(q, m.Write | m.Put):
-            return m.Written(q.id, bytes([WriteStatus.REJECTED]) * count, 0, 0, {0: f"denied: {why}"} if count else {})
-        statuses, problems = bytes([BlockStatus.DENIED]) * count, {0: f"denied: {why}"} if count else {}
-        if isinstance(q, m.Get):
-            return m.Sent(q.id, statuses, b"", b"", 0, problems, True)
-        if isinstance(q, m.Read):
-            return m.Delivered(q.id, statuses, 0, problems, 0)
-        return m.Fetched(q.id, statuses, np.full(count, NO_SLOT, np.uint64).tobytes(), 0, problems, [])
-    raise AccessDenied(why)

@@ -1,7 +1,7 @@
 """An engine's maps of its tenant's share of the service: lookups and reads of blocks in memory without a message.
 
 Contract
-- `prefix` and `copy` make no system call, take no lock against the service and wait for nothing.
+- `prefix` and `copy` send nothing, take no lock against the service and wait for nothing of it.
 - A block is delivered only if its slot's header names the key and keyspace that were asked for, had an even generation
   before the copy and has the same one after it. Whatever else is seen is a miss here; the service is asked then.
 - x86-64 only (ordered loads): elsewhere there are no maps, and every read is a message.
@@ -10,14 +10,17 @@ Contract
 
 from __future__ import annotations
 
+import os
 import platform
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Final
 
 import numpy as np
 from numpy.typing import NDArray
 
+from perdure import limits
 from perdure.buffers import Parts, copy_parts
 from perdure.catalog.api import KeyArray, fingerprints
 from perdure.io.shared import map_fd
@@ -28,6 +31,8 @@ from perdure.service import shared
 from perdure.service.fields import SLOT_INDEX_BITS, SLOT_INDEX_MASK, pack_slot, unpack_slot
 from perdure.service.messages import Attached
 
+_PART_BYTES: Final = 4 * limits.MIB  # of a copy, worth a thread of its own
+_COPIERS: Final = min(4, os.cpu_count() or 1)
 _FEW_KEYS: Final = 8  # for so many the vectors of numpy cost more than they save
 MAPPABLE: Final = platform.machine() in ("x86_64", "AMD64")
 
@@ -54,6 +59,7 @@ class DomainMaps:
         self._slots: tuple[Table | None, int] = (None, 0)
         self.chunks: dict[int, ChunkMap] = {}
         self._chunks_version = 0
+        self._copiers: ThreadPoolExecutor | None = None
 
     def update(self, answer: Attached, fds: list[int]) -> None:
         with self._lock:
@@ -119,19 +125,44 @@ class DomainMaps:
         table, words, chunks = self._slots[0], self._directory, self.chunks
         if table is None or words is None or not len(keys):
             return done
-        now_s, touches = words[shared.EXPIRY_S], list[tuple[int, int]]()
-        for position, (key, place) in enumerate(zip(key_list(keys), _places(table, keys), strict=True)):
-            chunk = None if place is None else chunks.get(place[0])
-            if place is None or chunk is None:
-                continue
-            generation = copy_block(chunk, place[1], key, keyspace, block_bytes, now_s, destinations[position])
-            if generation:
-                done[position] = True
-                touches.append((pack_slot(*place), generation))
+        now_s, places, names = words[shared.EXPIRY_S], _places(table, keys), key_list(keys)
+
+        def copied(first: int, end: int) -> list[tuple[int, int]]:
+            touches = []
+            for position in range(first, end):
+                place = places[position]
+                chunk = None if place is None else chunks.get(place[0])
+                if place is None or chunk is None:
+                    continue
+                generation = copy_block(
+                    chunk, place[1], names[position], keyspace, block_bytes, now_s, destinations[position]
+                )
+                if generation:
+                    done[position] = True
+                    touches.append((pack_slot(*place), generation))
+            return touches
+
+        touches = self._in_parts(copied, len(keys), block_bytes)
         if touches and self._ring is not None:
             with self._lock:
                 shared.write_touches(self._ring, touches)
         return done
+
+    def _in_parts(
+        self, copied: Callable[[int, int], list[tuple[int, int]]], count: int, block_bytes: int
+    ) -> list[tuple[int, int]]:
+        """Of a long copy this thread does the first part, others the rest: one core does not fill the memory bus."""
+        parts = min(_COPIERS, count * block_bytes // _PART_BYTES)
+        if parts <= 1:
+            return copied(0, count)
+        with self._lock:
+            self._copiers = self._copiers or ThreadPoolExecutor(_COPIERS - 1, thread_name_prefix="perdure-copy")
+        step = -(-count // parts)
+        rest = [self._copiers.submit(copied, at, min(at + step, count)) for at in range(step, count, step)]
+        touches = copied(0, step)
+        for part in rest:
+            touches += part.result()
+        return touches
 
     def granted(self, slots: Sequence[int], keys: Sequence[bytes], keyspace: bytes) -> list[memoryview | None]:
         """The blocks in slots that are pinned for us; None where there is no slot, it holds another block, or its chunk

@@ -17,6 +17,7 @@ from typing import Any
 import msgspec
 
 from perdure.errors import ProtocolError
+from perdure.governance import actor
 
 
 class Message(msgspec.Struct, array_like=True, tag=True):
@@ -47,6 +48,8 @@ class Join(Message):
 
 
 class OpenSpace(Message):
+    """trace, here and below: of the caller's, for the audit log."""
+
     tenant: str
     model: str
     weights: str
@@ -56,6 +59,7 @@ class OpenSpace(Message):
     codec: str
     salt: str = ""
     capability: bytes = b""  # from Granted; empty: what the connection's principal may do
+    trace: str = ""
 
 
 class Exchange(Message):
@@ -64,6 +68,7 @@ class Exchange(Message):
     token: str
     session: str
     actions: list[str]
+    trace: str = ""
 
 
 class Attach(Message):
@@ -72,6 +77,7 @@ class Attach(Message):
     space: int
     versions: list[int]  # of the presence and the slot table, as mapped; 0: none
     chunks: list[int]  # numbers of the chunks it has mapped
+    trace: str = ""
 
 
 class Lookup(Message):
@@ -94,6 +100,7 @@ class Fetch(Message):
     until_s: float
     grant: int
     view_s: float
+    trace: str = ""
 
 
 class Release(Message):
@@ -114,6 +121,7 @@ class Read(Message):
     parts: bytes
     until_s: float
     direct: bool
+    trace: str = ""
 
 
 class Settled(Message):
@@ -150,6 +158,7 @@ class Write(Message):
     ttl_s: float | None
     lease: LeaseData | None
     until_s: float
+    trace: str = ""
 
 
 class Get(Message):
@@ -160,6 +169,7 @@ class Get(Message):
     keys: bytes
     left_s: float
     region: int = 0
+    trace: str = ""
 
 
 class Put(Message):
@@ -172,6 +182,7 @@ class Put(Message):
     lease: LeaseData | None
     left_s: float
     region: int = 0
+    trace: str = ""
 
 
 class Reserve(Message):
@@ -203,6 +214,7 @@ class Pin(Message):
     space: int
     keys: bytes
     ttl_s: float
+    trace: str = ""
 
 
 class Unpin(Message):
@@ -229,11 +241,13 @@ class Status(Message):
 
 class Explain(Message):
     key: bytes
+    trace: str = ""
 
 
 class ExplainPrefix(Message):
     space: int
     tokens: bytes  # u32 each
+    trace: str = ""
 
 
 class SessionAsk(Message):
@@ -242,6 +256,15 @@ class SessionAsk(Message):
     space: int
     verb: str
     fields: dict[str, Any]
+    trace: str = ""
+
+
+class Publication(Message):
+    """A verb of `publications.Publications.ask`. Answered by a Document."""
+
+    verb: str
+    fields: dict[str, Any]
+    trace: str = ""
 
 
 class Sync(Message):
@@ -274,6 +297,7 @@ class SpaceOpened(Message):
     shared_digest: bytes
     tenant_id: bytes
     mapped: bool  # whether there is memory to map
+    published: bool = False  # what is not in that memory may be published by another tenant
 
 
 class Attached(Message):
@@ -349,6 +373,8 @@ class Advised(Message):
     load_s: float
     recompute_s: float
     reason: str
+    stored: int = 0
+    in_memory: int = 0
 
 
 class Document(Message):
@@ -369,7 +395,7 @@ class Retired(Message):
 Question = (
     Hello | Join | OpenSpace | Attach | Lookup | Present | Fetch | Release | Read | Settled | Region | Unregister
     | Write | Get | Put | Reserve | Follow | EndLease | Pin | Unpin | Hint | Advise | Status | Explain | ExplainPrefix
-    | Sync | SessionAsk | Exchange
+    | Sync | SessionAsk | Publication | Exchange
 )  # fmt: skip
 Answer = (
     Welcome | Joined | SpaceOpened | Attached | Count | Mask | Fetched | Delivered | Sent | Written | Made | Leased
@@ -383,6 +409,14 @@ _answers: msgspec.msgpack.Decoder[Any] = msgspec.msgpack.Decoder(Answer)
 
 def encode(message: Message) -> bytes:
     return _encoder.encode(message)
+
+
+def encode_question(question: Message) -> bytes:
+    """With the trace that this thread works under."""
+    trace = actor.current().trace
+    if trace and hasattr(question, "trace"):
+        question.trace = trace
+    return _encoder.encode(question)
 
 
 def decode_question(data: bytes | bytearray | memoryview) -> Any:

@@ -190,7 +190,7 @@ class NixlKeyspace(DistantKeyspace):
             landing.settled = False
             with self._payload(call) as (stream, number):
                 question = m.Get(number, call.space, names, max(0.0, left_s), landing.number)
-                stream.send(m.encode(question), until=call.until)
+                stream.send(m.encode_question(question), until=call.until)
                 answer = self._expect(stream.receive(until)[0], number, m.Sent)
             if len(answer.statuses) != len(part) or not answer.last:
                 raise ProtocolError(f"{self._store.where}: an answer about blocks that were not asked for")

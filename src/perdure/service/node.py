@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any
 from perdure import limits
 from perdure.errors import ConfigError, PerdureError, ProtocolError, ServiceBusy, ServiceUnavailable, StorePathError
 from perdure.flight import wait
-from perdure.governance.audit import acting
+from perdure.governance.actor import acting
 from perdure.reports import WriteStatus
 from perdure.segments.landing import BlockStatus
 from perdure.service import messages as m
@@ -44,7 +44,7 @@ if TYPE_CHECKING:
 _LOG = logging.getLogger("perdure.node")
 _ALLOWED = (
     m.OpenSpace, m.Lookup, m.Present, m.Reserve, m.Follow, m.EndLease, m.Pin, m.Unpin, m.Hint, m.Advise, m.Status,
-    m.Explain, m.ExplainPrefix, m.Sync, m.SessionAsk, m.Exchange,
+    m.Explain, m.ExplainPrefix, m.Sync, m.SessionAsk, m.Publication, m.Exchange,
 )  # fmt: skip
 _PROBLEMS_MAX = 64  # told per frame
 
@@ -154,7 +154,7 @@ class Node:
             question = m.decode_question(data)
             if payload:
                 raise ProtocolError("a greeting has no payload")
-            peer, answer = self._server.greet(question, remote=address, principal=self._principal(stream))
+            peer, answer = self._server.greet(question, remote=address, principal=self._principal(stream, address))
             mine = isinstance(question, m.Hello)
             stream.send(m.encode(answer), until=until)
             while not self._stopping and self._one(stream, peer):
@@ -165,10 +165,14 @@ class Node:
             if peer is not None:
                 (self._server.dismiss if mine else self._server.left)(peer)
 
-    def _principal(self, stream: Stream) -> Principal | None:
+    def _principal(self, stream: Stream, address: str) -> Principal | None:
         """Who the host is, by its certificate. Raises AccessDenied."""
         guard = self._server.guard
-        return None if guard is None else guard.by_certificate(stream.uris() if isinstance(stream, TlsStream) else [])
+        return (
+            None
+            if guard is None
+            else guard.by_certificate(stream.uris() if isinstance(stream, TlsStream) else [], address)
+        )
 
     def _one(self, stream: Stream, peer: Peer) -> bool:
         """One question and its answer; False at the end of the connection."""
@@ -180,7 +184,7 @@ class Node:
         if payload and not isinstance(question, m.Put):
             raise ProtocolError(f"a {type(question).__name__} has no payload")
         try:
-            with acting(peer.who):
+            with acting(peer.who, getattr(question, "trace", "")):
                 summary = self._carry_out(stream, peer, question, payload, since)
         except OSError:
             raise

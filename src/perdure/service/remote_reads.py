@@ -15,6 +15,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
+from contextvars import copy_context
 from dataclasses import dataclass
 from typing import Any
 
@@ -249,7 +250,7 @@ class RemoteReads:
             try:
                 for number, part in enumerate(rounds):
                     while len(asked) < _ROUNDS_AHEAD and number + len(asked) < len(rounds):
-                        asked.append(threads.submit(ask, rounds[number + len(asked)]))
+                        asked.append(threads.submit(copy_context().run, ask, rounds[number + len(asked)]))
                     yield part, asked.popleft().result()
             finally:  # what was asked for and is not wanted any more
                 for future in asked:

@@ -133,6 +133,8 @@ class Server:
         self.parking.stop()
         for peer in list(self._peers.values()):
             peer.end()
+        if self.guard is not None:
+            self.guard.denials.flush(now=True)
         self.verbs.mover.close()
         for connection in list(self._connections.values()):
             self._close(connection)
@@ -193,6 +195,8 @@ class Server:
                 self.core.leases.expire()
                 self.domains.beat()
                 self.domains.settle()
+                if self.guard is not None:
+                    self.guard.denials.flush()
                 leave_limbo(self.core)
                 for peer in list(self._peers.values()):
                     peer.drain()
@@ -241,6 +245,10 @@ class Server:
         try:
             door.check(sock)
         except AccessDenied as error:
+            if self.guard is not None:
+                uid, gid = sockets.credentials(sock)
+                stamp = self.guard.policies.stamp("")
+                self.guard.denials.note(f"unix uid {uid} gid {gid}", "", "connect", str(error), stamp)
             return error
         return None if self.room() else ServiceBusy(f"{self._clients_max} connections are open; raise --clients-max")
 

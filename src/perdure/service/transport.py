@@ -164,7 +164,7 @@ class Transport:
         Raises Late, ServiceUnavailable (the run has ended), and what the service raised."""
         settle = settle or _ignore
         number = self.number()
-        message = m.encode(question(number))
+        message = m.encode_question(question(number))
         try:
             self.collect(run)
             channel = self.take(run, deadline)

@@ -20,7 +20,8 @@ from perdure.catalog.api import Lease
 from perdure.core import Core
 from perdure.errors import AccessDenied, CatalogError, InvalidArgument, ProtocolError, ServiceBusy
 from perdure.flight import Wish
-from perdure.governance.audit import Event, acting
+from perdure.governance.actor import acting
+from perdure.governance.audit import AuditLog, Event
 from perdure.keyspace import Keyspace
 from perdure.reports import ReadReport, WriteStatus
 from perdure.segments.landing import BlockStatus
@@ -35,7 +36,7 @@ from perdure.store import Store
 from perdure.viewing import fetch
 
 if TYPE_CHECKING:
-    from perdure.service.guard import Guard
+    from perdure.service.guard import Guard, Opening
 
 _CLIENTS_TOLD_MAX = 200  # so that the answer fits a message
 
@@ -52,7 +53,7 @@ class Waiting:
 Reply = tuple[m.Message | Waiting, list[int]]
 
 READING = (m.Fetch, m.Read, m.Explain, m.ExplainPrefix, m.Settled)
-WRITING = (m.Write, m.Sync, m.Reserve, m.EndLease, m.Pin, m.Unpin, m.OpenSpace, m.Region, m.SessionAsk)
+WRITING = (m.Write, m.Sync, m.Reserve, m.EndLease, m.Pin, m.Unpin, m.OpenSpace, m.Region, m.SessionAsk, m.Publication)
 """Questions that may wait for the disk; all others are answered at once."""
 
 
@@ -70,13 +71,13 @@ class Verbs:
             m.Follow: self._follow, m.EndLease: self._end_lease, m.Pin: self._pin, m.Unpin: self._unpin,
             m.Hint: self._hint, m.Advise: self._advise, m.Status: self._tell_status, m.Explain: self._explain,
             m.ExplainPrefix: self._explain_prefix, m.Sync: self._sync, m.SessionAsk: self._session,
-            m.Exchange: self._exchange,
+            m.Exchange: self._exchange, m.Publication: self._publication,
         }  # fmt: skip
 
     def answer(self, peer: Peer, question: Any, fds: list[int]) -> Reply:
         if self._core.audit is None:
             return self._guarded(peer, question, fds)
-        with acting(peer.who):
+        with acting(peer.who, getattr(question, "trace", "")):
             return self._guarded(peer, question, fds)
 
     def _guarded(self, peer: Peer, question: Any, fds: list[int]) -> Reply:
@@ -112,8 +113,13 @@ class Verbs:
         mapped = mapped and (opening is None or opening.mapped)
         if mapped:
             self._domains.get(space.tenant_id)
+        space.reads_published = opening is not None and opening.document.scope == "published"
         number = peer.open_space(space, opening)
-        return m.SpaceOpened(q.id, number, space.digest, space.shared_digest, space.tenant_id, mapped), []
+        if self._core.audit is not None:
+            self._core.audit.note(_grant(self._core.audit, peer, space, opening, mapped=mapped))
+        return m.SpaceOpened(
+            q.id, number, space.digest, space.shared_digest, space.tenant_id, mapped, space.reads_published
+        ), []
 
     def _exchange(self, peer: Peer, q: m.Exchange) -> Reply:
         if self._guard is None:
@@ -199,7 +205,7 @@ class Verbs:
         a = peer.space(q.space).advise(
             keys_of(q.keys), prefill_tokens_per_s=q.prefill_tokens_per_s, deadline_s=q.deadline_s
         )
-        return m.Advised(q.id, a.blocks, a.load_s, a.recompute_s, a.reason), []
+        return m.Advised(q.id, a.blocks, a.load_s, a.recompute_s, a.reason, a.stored, a.in_memory), []
 
     def _tell_status(self, peer: Peer, q: m.Status) -> Reply:
         status = self._status()
@@ -220,6 +226,11 @@ class Verbs:
         if q.space < 0:
             return m.Document(q.id, self._store.session_admin(q.verb, q.fields)), []
         return m.Document(q.id, peer.space(q.space).session_ask(q.verb, q.fields)), []
+
+    def _publication(self, peer: Peer, q: m.Publication) -> Reply:
+        if self._guard is None:
+            raise AccessDenied("publishing is policy's to allow: serve with one (--policy), or stop the service for it")
+        return m.Document(q.id, self._store.publication_ask(q.verb, q.fields)), []
 
     def _sync(self, peer: Peer, q: m.Sync) -> Reply:
         self._store.sync()
@@ -383,6 +394,18 @@ class Verbs:
 def _unseen_forbidden(core: Core) -> bool:
     """Whether engines may not read memory without a message."""
     return core.audit is not None and core.audit.every_read
+
+
+def _grant(audit: AuditLog, peer: Peer, space: Keyspace, opening: Opening | None, *, mapped: bool) -> Event:
+    """The record of a keyspace that was opened: whoever holds it may do that until it disconnects."""
+    event = Event(
+        "grant", who=peer.who, tenant=space.tenant, space=audit.id_of("space", space.digest),
+        detail="everything" if opening is None else ", ".join(sorted(opening.capability.actions)),
+        outcome="mapped" if mapped else "by message",
+    )  # fmt: skip
+    if opening is not None:
+        event.who, event.policy = event.who + opening.on_behalf, opening.capability.policy
+    return event
 
 
 def _wait_until(peer: Peer, q: m.Reserve | m.Follow) -> float:

@@ -14,14 +14,16 @@ from __future__ import annotations
 import logging
 import math
 import time
+from collections import deque
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 
 from perdure import limits
+from perdure.engines.vllm.affinity import unbind
 from perdure.engines.vllm.link import Link
 from perdure.errors import PerdureError
 from perdure.keys import KeyArray, adopt_hashes
@@ -29,6 +31,7 @@ from perdure.keys import KeyArray, adopt_hashes
 _LOG = logging.getLogger("perdure.vllm")
 _THREADS = 2
 _ROUND_BYTES = 32 * limits.MIB  # held between two looks at the clock
+_ROUNDS_AT_ONCE = 2  # the disk does not wait for us between them
 _CONNECT_S = 0.2
 _ADOPTED_AT_A_TIME = 64  # 0.1 ms
 
@@ -82,7 +85,10 @@ class Promoter:
         self._link, self._shapes, self._hash_tokens = link, list(shapes), hash_tokens
         self._view_ttl_s = view_ttl_s
         self.step_tokens = math.lcm(*(shape.block_tokens for shape in shapes))
-        self._threads = ThreadPoolExecutor(_THREADS, thread_name_prefix="perdure-promote")
+        self._threads = ThreadPoolExecutor(_THREADS, thread_name_prefix="perdure-promote", initializer=unbind)
+        self._holds = ThreadPoolExecutor(
+            _THREADS * _ROUNDS_AT_ONCE, thread_name_prefix="perdure-hold", initializer=unbind
+        )
 
     def start(
         self, hashes: Callable[[], list[bytes]], first: int, limit: int, spaces: Callable[[], Spaces], hold: bool,
@@ -109,7 +115,8 @@ class Promoter:
             self.later(lambda: _let_go(promotion))
 
     def close(self) -> None:
-        self._threads.shutdown(wait=False, cancel_futures=True)
+        for threads in (self._threads, self._holds):
+            threads.shutdown(wait=False, cancel_futures=True)
 
     def _quietly(self, call: Callable[[], object]) -> None:
         try:
@@ -186,12 +193,21 @@ class Promoter:
     def _hold_growing(self, promotion: Promotion, keys: KeyArray, space: Any, end: int, until: float) -> None:
         """One group, one rank: each round makes the prefix longer."""
         step, size = self._shapes[0].block_tokens, space.layout.block_bytes
-        for low, high in _rounds(promotion.first // step, end // step, size):
-            usable, memory = self._hold(promotion, keys[low:high], space, until)
-            promotion.from_memory += memory * step
-            promotion.usable = (low + usable) * step
-            if usable < high - low or promotion.stopped or not promotion.wanted:
-                return
+        rounds = _rounds(promotion.first // step, end // step, size)
+        asked: deque[Future[tuple[int, int]]] = deque()
+        try:
+            for number, (low, high) in enumerate(rounds):
+                for first, behind in rounds[number + len(asked) : number + _ROUNDS_AT_ONCE]:
+                    asked.append(self._holds.submit(self._hold, promotion, keys[first:behind], space, until))
+                usable, memory = asked.popleft().result()
+                promotion.from_memory += memory * step
+                promotion.usable = (low + usable) * step
+                if usable < high - low or promotion.stopped or not promotion.wanted:
+                    return
+        finally:  # what was asked for beyond that is let go with the rest
+            for future in asked:
+                if not future.cancel():
+                    wait([future])
 
     def _hold_all(
         self, promotion: Promotion, keys: list[list[KeyArray]], spaces: Spaces, end: int, until: float

@@ -20,6 +20,7 @@ from typing import Any
 
 import numpy as np
 
+from perdure.engines.vllm.affinity import unbind
 from perdure.engines.vllm.link import Link
 from perdure.engines.vllm.pages import Bytes, Pages
 from perdure.engines.vllm.settings import Settings
@@ -62,7 +63,7 @@ class Saver:
         self._staging: SharedMemory | None = None
         self._free: list[Bytes] = []
         self._made = False
-        self._writers = ThreadPoolExecutor(_BUFFERS, thread_name_prefix="perdure-save")
+        self._writers = ThreadPoolExecutor(_BUFFERS, thread_name_prefix="perdure-save", initializer=unbind)
         self._thread = threading.Thread(target=self._work, name="perdure-copy", daemon=True)
         self._thread.start()
 
@@ -139,6 +140,7 @@ class Saver:
 
     # --- its own threads
     def _work(self) -> None:
+        unbind()
         while True:
             with self._changed:
                 while not self._waiting and not self._closed:

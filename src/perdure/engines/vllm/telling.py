@@ -23,6 +23,7 @@ from typing import Any
 import numpy as np
 
 from perdure.engines.events import Event, EventPublisher, StorageEvents, as_vllm
+from perdure.engines.vllm.affinity import unbind
 from perdure.engines.vllm.promote import Shape, Spaces
 from perdure.engines.vllm.settings import Settings
 from perdure.keys import adopt_hashes
@@ -114,6 +115,7 @@ class Teller:
         return None
 
     def _work(self) -> None:
+        unbind()
         while (one := self._next()) is not None:
             try:
                 complete = self._look(one)

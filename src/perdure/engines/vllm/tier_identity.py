@@ -22,6 +22,7 @@ from typing import Any
 from perdure import keys as naming
 from perdure import limits
 from perdure.codecs import POLICIES
+from perdure.engines.vllm.affinity import unbind
 from perdure.engines.vllm.tier_engine import BY_NAME, draft_directory, meaning, model_dtype
 from perdure.errors import InvalidArgument, UnknownOption
 from perdure.keys import KeyspaceIdentity, KVLayout
@@ -175,7 +176,7 @@ def files_digest(model: str) -> str:
             f"perdure tier weights='files': {model!r} is no directory with weights; pass weights='algorithm:value', "
             "for example with the revision of the model"
         )
-    with ThreadPoolExecutor(_DIGEST_THREADS, thread_name_prefix="perdure-digest") as pool:
+    with ThreadPoolExecutor(_DIGEST_THREADS, thread_name_prefix="perdure-digest", initializer=unbind) as pool:
         digests = list(pool.map(_sha256, found))
     named = [(path.name, digest) for path, digest in zip(found, digests, strict=True)]
     return "files:" + hashlib.sha256(naming.encode_fields(named)).hexdigest()

@@ -26,6 +26,7 @@ import numpy as np
 
 from perdure import limits
 from perdure.buffers import copy_parts
+from perdure.engines.vllm.affinity import unbind
 from perdure.engines.vllm.tier_identity import TierSettings, Weights, identity_of
 from perdure.engines.vllm.tier_lookup import Held
 from perdure.errors import InvalidArgument, PerdureError, ServiceUnavailable
@@ -188,8 +189,8 @@ class Jobs:
 
     def __init__(self, service: Service, primary: Primary):
         self._service, self._primary = service, primary
-        self._loads = ThreadPoolExecutor(THREADS, thread_name_prefix="perdure-tier-load")
-        self._stores = ThreadPoolExecutor(THREADS, thread_name_prefix="perdure-tier-store")
+        self._loads = ThreadPoolExecutor(THREADS, thread_name_prefix="perdure-tier-load", initializer=unbind)
+        self._stores = ThreadPoolExecutor(THREADS, thread_name_prefix="perdure-tier-store", initializer=unbind)
         self._open: set[Future[None]] = set()
         self._done: queue.SimpleQueue[Done] = queue.SimpleQueue()
 

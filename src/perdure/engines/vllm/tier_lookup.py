@@ -26,6 +26,7 @@ from typing import Any, Final
 import numpy as np
 
 from perdure import limits
+from perdure.engines.vllm.affinity import unbind
 from perdure.errors import PerdureError, ServiceBusy, ServiceUnavailable
 
 ROUND_BYTES: Final = 32 * limits.MIB  # held and answered at a time: loads begin while the rest is on its way
@@ -220,7 +221,7 @@ class _Asker:
         self.alive_at = self.busy_since = 0.0
         self.found: Counter[str] = Counter()  # where the service had the blocks that it holds for us
         self.counting = threading.Lock()
-        self._rounds = ThreadPoolExecutor(ROUNDS_AHEAD, thread_name_prefix="perdure-tier-hold")
+        self._rounds = ThreadPoolExecutor(ROUNDS_AHEAD, thread_name_prefix="perdure-tier-hold", initializer=unbind)
         self._thread = threading.Thread(target=self._run, name="perdure-tier-ask", daemon=True)
         self._thread.start()
 
@@ -249,6 +250,7 @@ class _Asker:
         self._rounds.shutdown(wait=True)
 
     def _run(self) -> None:
+        unbind()
         while (work := self._work.get()) is not None:
             if isinstance(work, Hold):
                 work.drop()

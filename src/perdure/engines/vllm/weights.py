@@ -23,6 +23,7 @@ import torch
 
 from perdure import keys as naming
 from perdure.engines.model_identity import NOT_IDENTITY, tensor_digest, tensors_of
+from perdure.engines.vllm.affinity import unbind
 from perdure.errors import InvalidArgument
 
 PROBE_COLUMNS = 64
@@ -61,7 +62,7 @@ def shard_digest(model: Any, config: Any, model_path: str) -> str:
     """Digest of what this rank has loaded, as "sha256:<hex>". config: the Hugging Face configuration."""
     tensors = [pair for pair in tensors_of(model) if not pair[1].is_meta]
     unique = {_memory_of(tensor): tensor for _, tensor in tensors}
-    with ThreadPoolExecutor(_DIGEST_THREADS, thread_name_prefix="perdure-digest") as pool:
+    with ThreadPoolExecutor(_DIGEST_THREADS, thread_name_prefix="perdure-digest", initializer=unbind) as pool:
         digests = dict(zip(unique, pool.map(tensor_digest, unique.values()), strict=True))
     fields = [
         (name, f"{tensor.dtype}{tuple(tensor.shape)}".encode() + digests[_memory_of(tensor)])

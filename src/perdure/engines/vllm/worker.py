@@ -24,8 +24,10 @@ import torch
 from numpy.typing import NDArray
 
 from perdure.engines.vllm import identity, weights
+from perdure.engines.vllm.affinity import unbind
 from perdure.engines.vllm.link import Link
 from perdure.engines.vllm.pages import Pages
+from perdure.engines.vllm.promote import warm_up
 from perdure.engines.vllm.saving import Saver
 from perdure.engines.vllm.settings import Settings
 from perdure.engines.vllm.stats import Tally
@@ -50,8 +52,8 @@ class Worker:
         self._rank = rank
         model = settings.model or identity.model_name(vllm_config)
         self._link = Link(settings, f"vllm worker {rank[0]}.{rank[1]}", model)
-        self._loads = ThreadPoolExecutor(_LOADS, thread_name_prefix="perdure-load")
-        self._digests = ThreadPoolExecutor(1, thread_name_prefix="perdure-weights")
+        self._loads = ThreadPoolExecutor(_LOADS, thread_name_prefix="perdure-load", initializer=unbind)
+        self._digests = ThreadPoolExecutor(1, thread_name_prefix="perdure-weights", initializer=unbind)
         self._lock = threading.Lock()
         self._finished: set[str] = set()
         self._failed: set[str] = set()
@@ -59,6 +61,7 @@ class Worker:
         self.tally = Tally()
         self._outcome = Outcome()
         self._epoch = 0
+        self._warm = ""  # the weights whose keyspaces are open and mapped, or soon will be
         self._layouts: list[KVLayout] = []
         self._pages: Pages | None = None
         self._saver: Saver | None = None
@@ -90,6 +93,9 @@ class Worker:
             if self._saver is not None:
                 self._saver.drop()
             self._digests.submit(self._digest, plan.epoch)
+        if plan.weights and plan.weights != self._warm:
+            self._warm = plan.weights
+            self._loads.submit(self._warm_up, plan.weights)
         if plan.cancel_saves and self._saver is not None:
             self._saver.drop()
         self._save(plan.finished, plan)
@@ -144,6 +150,13 @@ class Worker:
     # --- its own threads
     def _space(self, digest: str, lora: str, group: int) -> Any:
         return self._link.space(digest, lora, self._layouts[group])
+
+    def _warm_up(self, digest: str) -> None:
+        """The first load is to find the service's memory mapped: that took 0.1 s of it."""
+        try:
+            warm_up([[self._space(digest, "", group)] for group in range(len(self._layouts))])
+        except Exception as error:  # noqa: BLE001 - a cache failure never fails a request
+            self._link.failed(error)
 
     def _digest(self, epoch: int) -> None:
         try:

@@ -1,0 +1,100 @@
+"""What a client of a governed service is told: of other tenants' blocks nothing; denials in the form of its answers."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from perdure.catalog.api import KeyArray, fingerprints
+from perdure.core import Core
+from perdure.errors import AccessDenied
+from perdure.keyspace import Keyspace
+from perdure.presence_table import NO_SEGMENT
+from perdure.reports import WriteStatus
+from perdure.segments.landing import BlockStatus
+from perdure.service import messages as m
+from perdure.service.fields import NO_SLOT, keys_of
+from perdure.service.peers import Peer
+
+ABSENT, MINE, OTHER = 0, 1, 2
+
+
+class Owners:
+    """Whose blocks are stored under which keys."""
+
+    def __init__(self, core: Core):
+        self._core = core
+
+    def of(self, keys: KeyArray, tenant_id: bytes) -> NDArray[np.uint8]:
+        """Per key whose the stored block is: ABSENT, MINE or OTHER."""
+        core, owners = self._core, np.zeros(len(keys), np.uint8)
+        segments = core.presence.segments_of(fingerprints(keys))
+        stored = segments != NO_SEGMENT
+        for ordinal in np.unique(segments).tolist() if stored.any() else ():
+            tenant = b"" if ordinal == NO_SEGMENT else core.table.tenant(ordinal)
+            owners[segments == ordinal] = MINE if tenant == tenant_id else OTHER if tenant else ABSENT
+        rest = np.flatnonzero(owners == ABSENT)
+        if len(rest) and not core.presence.complete:
+            present, records = core.locate(keys[rest])
+            mine = np.array([row == tenant_id for row in records["tenant"].tolist()], bool)
+            owners[rest] = np.where(present, np.where(mine, MINE, OTHER), ABSENT)
+        return owners
+
+    def readable(self, keys: KeyArray, space: Keyspace) -> NDArray[np.bool_]:
+        """Which keys are of blocks that the tenant may read, if they are stored: its own, and published ones."""
+        readable: NDArray[np.bool_] = self.of(keys, space.tenant_id) == MINE
+        readable[space.published(keys)] = True
+        return readable
+
+    def prefix(self, keys: KeyArray, space: Keyspace) -> int:
+        """Leading keys whose blocks are."""
+        own = self.readable(keys, space)
+        return len(keys) if own.all() else int(own.argmin())
+
+
+def own_block(peer: Peer, reply: m.Document) -> dict[str, Any]:
+    """What an engine is told of a block: everything of its own tenants', of others' that it is not there."""
+    record = reply.content.get("record", {})
+    if record.get("tenant_id") in {space.tenant_id.hex() for space in peer.spaces}:
+        return {key: value for key, value in reply.content.items() if key != "keyspace"}
+    return {"key": reply.content["key"], "present": False, "memory": None, "incidents": [],
+            "verdict": "miss: not in the catalog (never stored, evicted or removed)"}  # fmt: skip
+
+
+def own_status(status: dict[str, Any], tenants: set[str]) -> dict[str, Any]:
+    """What an engine is told of the service: that it runs, and what its tenants have."""
+    store = status["store"]
+    return {
+        "boot": status["boot"], "pid": status["pid"], "clients": [], "clients_omitted": 0,
+        "store": {
+            "format": store["format"], "healthy": store["healthy"], "background": store["background"],
+            "tenants": {name: one for name, one in store["tenants"].items() if name in tenants},
+            "keyspaces": [
+                {key: one[key] for key in ("tenant", "model", "block_tokens", "block_bytes")}
+                for one in store["keyspaces"] if one["tenant"] in tenants
+            ],
+        },
+    }  # fmt: skip
+
+
+def denial(q: Any, why: str) -> m.Message:
+    """The answer to what may not be done, where it has room for that. Raises AccessDenied where not."""
+    if isinstance(q, m.Lookup | m.Follow):
+        return m.Count(q.id, 0)
+    if isinstance(q, m.Present):
+        return m.Mask(q.id, bytes(len(keys_of(q.keys))))
+    if isinstance(q, m.Advise):
+        return m.Advised(q.id, 0, 0.0, 0.0, f"denied: {why}")
+    if isinstance(q, m.Fetch | m.Read | m.Get | m.Write | m.Put):
+        count = len(keys_of(q.keys))
+        if isinstance(q, m.Write | m.Put):
+            return m.Written(q.id, bytes([WriteStatus.REJECTED]) * count, 0, 0, {0: f"denied: {why}"} if count else {})
+        statuses, problems = bytes([BlockStatus.DENIED]) * count, {0: f"denied: {why}"} if count else {}
+        if isinstance(q, m.Get):
+            return m.Sent(q.id, statuses, b"", b"", 0, problems, True)
+        if isinstance(q, m.Read):
+            return m.Delivered(q.id, statuses, 0, problems, 0)
+        return m.Fetched(q.id, statuses, np.full(count, NO_SLOT, np.uint64).tobytes(), 0, problems, [])
+    raise AccessDenied(why)
