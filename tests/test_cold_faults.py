@@ -59,7 +59,7 @@ def opened(tmp_path: Path, clock: FakeClock, bucket: Bucket) -> Iterator[Opening
 
 # --- the object store fails
 def test_a_store_that_cannot_be_reached_is_late_and_nothing_is_forgotten(
-    opened: Opening, clock: FakeClock, bucket: Bucket
+    opened: Opening, clock: FakeClock, bucket: Bucket, caplog: pytest.LogCaptureFixture
 ) -> None:
     store, space, chains = cold_store(opened, clock)
     bucket.plan = down = FaultWhile("eio")
@@ -83,6 +83,9 @@ def test_a_store_that_cannot_be_reached_is_late_and_nothing_is_forgotten(
     clock.advance(limits.object_retry_s_max)
     assert [read(space, keys) for keys in chains] == [[FOUND] * PER_SEGMENT] * 12
     assert store.status()["cold"]["answers"]
+    assert [message.split(";")[0].split(":")[0] for message in caplog.messages] == [
+        "the cold tier does not answer", "the cold tier answers again",
+    ]  # fmt: skip
 
 
 def test_a_slow_store_is_late_at_the_deadline_and_holds_up_nobody(

@@ -17,6 +17,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import errno
+import logging
 import secrets
 import threading
 from collections.abc import Iterator, Sequence
@@ -32,6 +33,7 @@ from perdure.segments.space import SpaceBudget
 from perdure.segments.store import SegmentStore
 from perdure.segments.table import SegmentTable
 
+_LOG = logging.getLogger("perdure.cold")
 LEDGER = "cold"
 """Namespace of the control store: segment -> bytes of the object that there may be, and when it was noted (random)."""
 _COPY_BYTES = 8 * limits.MIB
@@ -94,6 +96,8 @@ class Watched:
         except ObjectStoreError as error:
             with self._lock:
                 self._counters.errors += 1
+                if self.last_error is None:
+                    _LOG.warning("the cold tier does not answer; what is there is late until it does: %s", error)
                 self.last_error = str(error)
                 self._again_at = self._clock.boottime() + self._wait_s
                 self._wait_s = min(2 * self._wait_s, limits.object_retry_s_max)
@@ -106,6 +110,8 @@ class Watched:
 
     def _answered(self) -> None:
         with self._lock:
+            if self.last_error is not None:
+                _LOG.warning("the cold tier answers again: %s", self.where)
             self.last_error, self._wait_s = None, limits.object_retry_s_min
 
 
