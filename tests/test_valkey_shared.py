@@ -27,6 +27,7 @@ from perdure import directory
 from perdure.catalog.api import SegmentState
 from perdure.cli import main
 from perdure.errors import CatalogError, InvalidArgument, OwnershipLost, StoreLocked, StorePathError
+from perdure.governance import audit_look
 from perdure.segments.store import index_path, segment_path
 from perdure.testing.store import EXISTS, FAILED, FOUND, MISSING, STORED, chain, keyspace, read, write
 
@@ -372,9 +373,11 @@ def test_three_services_one_killed_one_stopped_and_a_primary_too(tmp_path: Path)
         for space in spaces[1:]:
             assert [read(space, keys) for keys in chains[:4]] == [[FOUND] * 20] * 4
 
+        own.wait_replicated()  # the index is not acknowledged by replicas: what one lacks is a miss after a failover
         own.primaries[0].pause()  # until its replica takes over, its third of the index is misses
         eventually(lambda: set(write(spaces[1], chains[4])) <= {STORED, EXISTS}, "writes go on")
         own.primaries[0].go_on()
+        own.wait_replicated()
         own.primaries[1].kill()
         eventually(lambda: set(write(spaces[2], chains[5])) <= {STORED, EXISTS}, "writes go on")
         own.heal()
@@ -411,3 +414,37 @@ def test_what_people_see_of_it(hosts: Hosts, running: Servers) -> None:
     running.replicas[0].go_on()
     assert told.exit_code == 1
     assert "does not answer" in told.output
+
+
+def test_each_host_has_an_audit_log_of_its_own(hosts: Hosts) -> None:
+    one, two = hosts.add(audit="on"), hosts.add(audit="on")
+    mine, theirs = keyspace(one), keyspace(two)
+    keys = chain(mine, 1, 4)
+    assert write(mine, keys) == [STORED] * 4
+    assert read(theirs, keys) == [FOUND] * 4
+    for store in (one, two):
+        store.close()
+    states = [hosts.folder / f"host{number}" for number in range(2)]
+    ops = [[event.op for _, event in audit_look.records(audit_look.folder_of(state))] for state in states]
+    assert ("put" in ops[0], "read" in ops[0]) == (True, False)
+    assert ("put" in ops[1], "read" in ops[1]) == (False, True)
+    verdicts = [audit_look.verify(audit_look.folder_of(state)) for state in states]
+    assert all(verdict.ok for verdict in verdicts)
+    assert len({verdict.origin for verdict in verdicts}) == 2
+    assert not (hosts.folder / "data" / "audit").exists()
+    asked = [
+        "audit",
+        "query",
+        str(states[1]),
+        "--block",
+        keys[-1].tobytes().hex(),
+        "--store",
+        str(hosts.folder / "data"),
+    ]
+    told = CliRunner().invoke(main, asked)
+    assert told.exit_code == 0, told.output
+    assert [line.split()[3] for line in told.output.splitlines()] == ["read"]
+    again = perdure.open(hosts.folder / "data", catalog=hosts.url, state=states[0], memory=0)
+    again.close()
+    after = [event.op for _, event in audit_look.records(audit_look.folder_of(states[0]))]
+    assert after == [*ops[0], "open", "close"]  # "auto" is as last time, and no setting has changed

@@ -137,7 +137,7 @@ def _tier(core: Core, choice: Choice, mover: Mover, objects: Objects) -> Cold:
         core.expiry_now, core.sharing.used_elsewhere,
     )  # fmt: skip
     promoter = Promoter(mover, core.scratch, lambda need: cold.demote(need=need) > 0)
-    core.segments.cold = tier
+    core.segments.cold, core.reclaimer.erase_far = tier, tier.erase
     if not core.read_only:
         core.reader.used_far = promoter.offer
     cold = Cold(tier, demoter, promoter, lambda: core.sharing.sole(b"cold"))

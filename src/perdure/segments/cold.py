@@ -137,6 +137,7 @@ class ColdTier:
         self._segments, self._space = segments, space
         self._left_over: set[bytes] = set()  # cold segments whose files could not be unlinked
         self._looked = False
+        self._making = threading.Lock()  # an object is being made, or erased
 
     # --- where it is
     def file(self, segment: bytes, *, fresh: bool = False) -> File | None:
@@ -167,6 +168,10 @@ class ColdTier:
     # --- there
     def upload(self, record: SegmentRecord) -> None:
         """Make the segment's object. Raises OSError, CatalogError."""
+        with self._making:
+            self._upload(record)
+
+    def _upload(self, record: SegmentRecord) -> None:
         data = self._whole(record, 0)
         for root in range(1, len(self._segments.roots)):
             with contextlib.suppress(FileNotFoundError):
@@ -228,6 +233,18 @@ class ColdTier:
         self._left_over |= {record.segment for record in self.segments()} & on_disk
         self._looked = True
 
+    def erase(self, segment: bytes) -> None:
+        """Delete the segment's object now, if there may be one. Raises OSError, CatalogError."""
+        with self._making:
+            note = self._control.get(LEDGER, segment)
+            if note is not None:
+                self._delete(segment, note)
+
+    def _delete(self, segment: bytes, note: bytes) -> None:
+        self.objects.delete(self.name(segment))
+        if self._control.compare_and_set(LEDGER, segment, note, None):
+            self.counters.objects_deleted += 1
+
     def collect(self) -> None:
         """Delete the objects of segments that are gone, and the files of cold ones. Raises OSError, CatalogError."""
         if not self._looked:
@@ -235,6 +252,4 @@ class ColdTier:
         self._unlink_left_over()
         for segment, note in self._control.items(LEDGER):
             if self._table.get(segment) is None and self._table.find(segment, fresh=True) is None:
-                self.objects.delete(self.name(segment))
-                if self._control.compare_and_set(LEDGER, segment, note, None):
-                    self.counters.objects_deleted += 1
+                self._delete(segment, note)

@@ -107,6 +107,8 @@ class Demoter:
             if chosen is None:
                 return None
             victim, hotter_than = chosen
+            if self._reclaimer.spared(victim):  # an erasure is at it
+                return victim, False
             entries = self._entries(victim.segment)
             if victim.state is SegmentState.SEALED and self._is_worth(victim, entries):
                 return victim, self._reclaimer.keep(victim, entries, hotter_than)

@@ -88,6 +88,15 @@ class Promoter:
         with self._changed:
             return self._changed.wait_for(lambda: not self._known and not self._busy, timeout_s)
 
+    def forget(self, tenant: bytes, timeout_s: float) -> bool:
+        """What was offered of a tenant's blocks is not promoted. False: some may still be written by then."""
+        with self._changed:
+            gone = [one for one in self._waiting if one.row[TENANT] == tenant]
+            self._waiting = deque(one for one in self._waiting if one.row[TENANT] != tenant)
+            self._release(gone)
+            self.counters.blocks_left += len(gone)
+            return self._changed.wait_for(lambda: not self._busy, timeout_s)
+
     def close(self) -> None:
         """Ends after the batch that is under way."""
         with self._changed:
@@ -99,7 +108,7 @@ class Promoter:
     def _run(self) -> None:
         while True:
             with self._changed:
-                self._changed.wait_for(lambda: self._waiting or self._closed)
+                self._changed.wait_for(lambda: bool(self._waiting) or self._closed)
                 if self._closed:
                     return
                 batch = self._take()
@@ -149,9 +158,13 @@ class Promoter:
         self.counters.blocks_promoted += moved
         self.counters.blocks_left += len(batch) - moved
         with self._changed:
-            for one in batch:
-                one.bytes.give_back()
-                self._known.discard(one.key)
-                self._bytes -= one.row[STORED]
+            self._release(batch)
             self._busy = False
             self._changed.notify_all()
+
+    def _release(self, those: list[_Used]) -> None:
+        """The lock is held."""
+        for one in those:
+            one.bytes.give_back()
+            self._known.discard(one.key)
+            self._bytes -= one.row[STORED]
