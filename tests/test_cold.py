@@ -29,8 +29,9 @@ from perdure import Seams, limits
 from perdure.catalog.api import RECORD, as_keys
 from perdure.clock import FakeClock
 from perdure.errors import InvalidArgument
+from perdure.io.siblings import FaultWhile
 from perdure.segments.store import segment_path
-from perdure.testing.store import FOUND, chain, keyspace, read, write
+from perdure.testing.store import FOUND, MISSING, chain, keyspace, read, write
 from perdure.viewing import fetch
 
 
@@ -226,6 +227,54 @@ def test_objects_go_when_their_blocks_expire(opened: Opening, clock: FakeClock, 
     assert [path.stem for path in bucket.objects()] == [segment_of(store, lasting)]
     assert told(store, "objects_deleted") == 1
     assert space.lookup(brief) == 0
+
+
+def test_an_erasure_is_done_when_the_plain_object_has_gone(opened: Opening, clock: FakeClock, bucket: Bucket) -> None:
+    """With the store away its blocks are unreadable at once; erased is said when nothing of them is left."""
+    store = opened()
+    mine = fill(store, keyspace(store, block_bytes=BLOCK), clock, range(2))
+    other = keyspace(store, tenant="globex", block_bytes=BLOCK)
+    (theirs,) = fill(store, other, clock, range(1))
+    cold_everything(store)
+    bucket.plan = down = FaultWhile("eio", ops=("unlink",))
+    told = store.erase(tenant="acme", wait_s=1.0)
+    assert told["state"] == "unreadable"
+    assert read(keyspace(store, block_bytes=BLOCK), mine[0]) == [MISSING] * PER_SEGMENT
+    assert down.fired > 0
+    down.armed = False
+    clock.advance(limits.object_retry_s_max)
+    assert store.core.erasures.wait(told["id"], 30.0)["state"] == "erased"
+    assert [path.stem for path in bucket.objects()] == [segment_of(store, theirs)]
+    assert read(other, theirs) == [FOUND] * PER_SEGMENT
+
+
+def test_an_erasure_does_not_wait_for_an_encrypted_object(opened: Opening, clock: FakeClock, bucket: Bucket) -> None:
+    store = opened(encryption="on")
+    fill(store, keyspace(store, block_bytes=BLOCK), clock, range(1))
+    cold_everything(store)
+    bucket.plan = down = FaultWhile("eio", ops=("unlink",))
+    assert store.erase(tenant="acme", wait_s=30.0)["state"] == "erased"
+    assert len(bucket.objects()) == 1
+    down.armed = False
+    clock.advance(limits.object_retry_s_max)
+    store._keeper.chores()
+    assert bucket.objects() == []
+
+
+@pytest.mark.parametrize("encryption", ["off", "on"])
+def test_blocks_are_erased_out_of_an_object_and_the_others_stay(
+    opened: Opening, clock: FakeClock, bucket: Bucket, encryption: str
+) -> None:
+    store = opened(encryption=encryption)
+    space = keyspace(store, block_bytes=BLOCK)
+    (keys,) = fill(store, space, clock, range(1))
+    name = segment_of(store, keys)
+    cold_everything(store)
+    told = store.erase(tenant="acme", blocks=[key.tobytes() for key in keys[4:6]], wait_s=30.0)
+    assert told["state"] == "erased"
+    store._keeper.chores()
+    assert name not in [path.stem for path in bucket.objects()]
+    assert read(space, keys) == [FOUND] * 4 + [MISSING] * 2 + [FOUND] * 10
 
 
 def test_both_copies_of_a_mirrored_segment_leave_the_disk(

@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import contextlib
 import json
+import secrets
 import shutil
 import signal
 import socket
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
+
+from perdure.io.objects import ObstoreObjects
 
 START_S = 120.0
 BUCKET = "perdure-tests"
@@ -31,7 +35,7 @@ class Weed:
 
     def __init__(self, folder: Path):
         self.folder = folder
-        folder.mkdir(parents=True)
+        folder.mkdir(parents=True, exist_ok=True)
         self._ports = _free_ports(8)
         self._process: subprocess.Popen[bytes] | None = None
         identity = {
@@ -76,10 +80,21 @@ class Weed:
             self._process.wait()
             self._process = None
 
-    def check_alive(self) -> None:
-        assert self._process is not None
-        if self._process.poll() is not None:
-            raise AssertionError(f"SeaweedFS ended: {(self.folder / 'log').read_text()[-2000:]}")
+    def wait_ready(self) -> None:
+        """Until an object can be stored and read; that makes the bucket. `environment` must be in force."""
+        objects, name = ObstoreObjects(f"s3://{BUCKET}/ready"), secrets.token_hex(8)
+        give_up = time.monotonic() + START_S
+        while True:
+            try:
+                objects.create(name, memoryview(b"ready"))
+                objects.read_into(name, [memoryview(bytearray(5))], 0)
+                return
+            except OSError as error:
+                ended = self._process is None or self._process.poll() is not None
+                if ended or time.monotonic() > give_up:
+                    log = (self.folder / "log").read_text()[-2000:]
+                    raise AssertionError(f"SeaweedFS does not serve: {error}; its log ends so: {log}") from error
+                time.sleep(0.2)
 
 
 @contextlib.contextmanager
