@@ -40,10 +40,13 @@ class Governing(GovernanceVerbs):
         return administer(self._core, verb, fields)
 
     def rotate_kek(self) -> int:
-        """A new key-encryption key, recorded; see `Keystore.rotate`. Raises KeyUnavailable, AuditUnavailable."""
+        """A new key-encryption key, recorded; see `Keystore.rotate`. Raises KeyUnavailable, AuditUnavailable,
+        InvalidArgument."""
         self._check()
         if self._core.read_only or self._core.segments.keys is None:
             raise ReadOnlyStore(f"{self.path} was opened read-only; open it without read_only=True")
+        if self._core.sharing.shared:
+            raise InvalidArgument("keys rotate: not built for stores that several processes share")
         return rotate(self._core.segments.keys, self._core.audit)
 
     def session_admin(self, verb: str, fields: dict[str, Any]) -> dict[str, Any]:

@@ -25,17 +25,10 @@ _CAPACITY_DEFAULT = "20GiB"
 _SETTINGS_KEY = b"audited settings"
 
 
-def check_sharing(catalog: str | None, state: object, encryption: str) -> None:
-    """What goes with a cluster's catalog, where processes share a directory, and without. Raises InvalidArgument."""
-    if catalog is None:
-        if state is not None:
-            raise InvalidArgument("state=...: only a store whose catalog is a cluster has a state directory of its own")
-        return
-    if encryption not in ("auto", "off"):
-        raise InvalidArgument(
-            f"encryption={encryption!r}: the processes that share a directory would share its keys, which is not built "
-            "yet; leave encryption out, or leave `catalog` out"
-        )
+def check_sharing(catalog: str | None, state: object) -> None:
+    """Raises InvalidArgument."""
+    if catalog is None and state is not None:
+        raise InvalidArgument("state=...: only a store whose catalog is a cluster has a state directory of its own")
 
 
 def capacity_bytes_of(control: ControlStore, capacity: int | str | None, read_only: bool) -> int:

@@ -292,6 +292,8 @@ def _quarantine(core: Core, plan: Plan) -> list[int]:
             elif not core.health.may_remove(row[_SEGMENT]) and not unread:
                 core.counters.add(quarantine_withheld=1)
                 continue
+            else:  # of many hosts this one's memory may be bad: on its word alone the others lose nothing
+                unread |= core.sharing.shared
             kind = "lost" if lost else BlockStatus(status).name.lower()
             _remove(core, keys[number : number + 1], row, kind, plan.problems[place], keep=unread)
     return moved

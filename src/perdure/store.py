@@ -126,7 +126,7 @@ class Store(Governing, Publishing):
         self._closed: str | None = None
         self._spaces: dict[bytes, Keyspace] = {}
         memory_bytes = parse_size(memory, "memory")
-        check_sharing(catalog, state, encryption)
+        check_sharing(catalog, state)
         identity = directory.prepare(self.path, create=not read_only, clock=seams.clock, catalog=kind_of(catalog))
         with contextlib.ExitStack() as undo:
             self._lock, place = None, self.path

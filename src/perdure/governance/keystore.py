@@ -17,6 +17,8 @@ Contract
 - Unwrapped tenant keys are trusted for `limits.key_lease_s`; from its half on `renew` asks for them again, beside
   serving. So a KEK that is gone denies everything soon, and one that is slow is waited for at the first use of a tenant
   only: until the caller's deadline, `limits.key_service_s` at most, once in `limits.key_retry_s`.
+- Processes that share the folder may all make keys: of a tenant's the first one counts. Rotating and destroying are for
+  one process alone.
 - Nobody waits for another tenant's key. Raises KeyUnavailable, KeyDestroyed; thread-safe.
 """
 
@@ -190,10 +192,10 @@ class Keystore:
         self.tell("key-create", tenant, "")
         try:
             with self._lock:
-                self._write(path, wrapped)
+                first = PosixFiles(str(self._folder)).write_once(f"tenants/{path.name}", wrapped)
         except OSError as error:
             raise KeyUnavailable(f"{path}: cannot be written ({error})") from error
-        return key
+        return key if first else kek.unwrap(self._read(path), _TENANT + tenant)
 
     def forget(self, tenant: bytes) -> None:
         """Another process has destroyed its key: let go of it here."""
