@@ -41,7 +41,7 @@ from perdure.publishing import flush_pending
 from perdure.segments.format import NO_CIPHER, record_bytes_array
 from perdure.segments.reclaim import Shredded
 from perdure.segments.recovery import entry_keys
-from perdure.tenants import KEYSPACES
+from perdure.tenants import KEYSPACES, cannot_be_read
 
 FOLDER: Final = "control/erasures"
 _SETTLE_S: Final = 0.02
@@ -178,7 +178,21 @@ class Erasures:
     def load(self) -> None:
         """Before anything is served: what was begun is gone, and what a crash has cut off begins again.
 
-        Raises OSError, KeyUnavailable."""
+        Raises StorePathError."""
+        try:
+            names = self._load_orders()
+        except OSError as error:
+            raise cannot_be_read(self._core.path, FOLDER, error) from error
+        for order in self._orders.values():
+            known = f"{order.id}.keys" in names
+            begun = self._core.tenants.epoch(bytes.fromhex(order.tenant_id)) >= order.epoch > 0
+            if known or begun:
+                with contextlib.suppress(OSError, PerdureError):  # tried again
+                    keys = self._core.files.read(f"{FOLDER}/{order.id}.keys") if known else b""
+                    self._begin(order, as_keys([keys]) if known else None)
+
+    def _load_orders(self) -> list[str]:
+        """The names in the folder."""
         files = self._core.files
         names = files.list(FOLDER)
         for name in names:
@@ -189,12 +203,7 @@ class Erasures:
             elif kind != "receipt" and f"{stem}.receipt" in names and not self._core.read_only:
                 with contextlib.suppress(OSError):  # what was asked for is forgotten; tried again at the next opening
                     files.unlink(f"{FOLDER}/{name}")
-        for order in self._orders.values():
-            known = f"{order.id}.keys" in names
-            begun = self._core.tenants.epoch(bytes.fromhex(order.tenant_id)) >= order.epoch > 0
-            if known or begun:
-                with contextlib.suppress(OSError, PerdureError):  # tried again
-                    self._begin(order, as_keys([files.read(f"{FOLDER}/{order.id}.keys")]) if known else None)
+        return names
 
     def go_on(self) -> None:
         """The store is ready: begin what may, and do the rest."""
