@@ -83,13 +83,9 @@ class Guard:
     """Of one service. encrypts: whether a tenant's new blocks are."""
 
     def __init__(
-        self,
-        store: Store,
-        policies: Policies,
-        *,
-        roots: Iterable[Path | str],
+        self, store: Store, policies: Policies, *, roots: Iterable[Path | str],
         encrypts: Callable[[str], bool] | None = None,
-    ):
+    ):  # fmt: skip
         """roots: directories, and the bucket, that the store's bytes lie in. encrypts: whether a tenant's new blocks
         are encrypted."""
         self.core, self.policies = store.core, policies
