@@ -271,6 +271,7 @@ class Core:
     sessions: Any = None  # session_heads.Sessions, which is built of this
     cold: Any = None  # cold.Cold, likewise
     erasures: Any = None  # erasure.Erasures, likewise
+    holds: Any = None  # holds.Holds, likewise
     publications: Any = None  # publications.Publications, likewise
 
     def __post_init__(self) -> None:

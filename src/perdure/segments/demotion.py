@@ -159,12 +159,14 @@ class Demoter:
         return dropped
 
     def _coldest(self, given_up: set[bytes]) -> SegmentRecord | None:
-        pinned = set(self._presence.segments_of(self._reclaimer.pinned()).tolist())
+        pinned = set(self._presence.segments_of(self._reclaimer.staying()).tolist())
+        frozen = self._reclaimer.frozen()
         candidates = [
             record
             for record in self._tier.segments()
-            if record.segment not in given_up and self._table.ordinal(record.segment) not in pinned
-        ]
+            if record.segment not in given_up and record.tenant not in frozen
+            and self._table.ordinal(record.segment) not in pinned
+        ]  # fmt: skip
         if not candidates:
             return None
         every = self._presence.columns()

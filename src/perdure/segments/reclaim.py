@@ -5,8 +5,8 @@ Contract
   lie; the victim is the sealed segment with the fewest bytes above it. So write amplification stays low and one hot
   block does not keep a cold segment.
 - With shares (`governance.shares`), who asks for room decides whose segments may go.
-- Pinned blocks are never dropped. A segment is drained first (no "exists" relies on it), its kept blocks are copied and
-  moved by compare-and-swap, the other records removed if unchanged, then the file is deleted.
+- Pinned blocks, and those on hold, are never dropped. A segment is drained first (no "exists" relies on it), its kept
+  blocks are copied and moved by compare-and-swap, the other records removed if unchanged, then the file is deleted.
 - If anything fails on the way nothing is lost: the segment stays, drained or not, and is tried again later. A disk that
   does not delete costs the blocks of one segment, not of all.
 - In a store that others use too, one process at a time makes room. What others used, as far as they told, counts by
@@ -112,15 +112,16 @@ class Reclaimer:
         only noted). `sole`: whether it is this process's turn. `used_elsewhere`: tick of the last use by others."""
         self._segments, self._table, self._space, self._index = segments, table, space, index
         self._presence, self._pool, self._reader, self._writer, self._mover = presence, pool, reader, writer, mover
-        self._scratch, self._entries, self.pinned, self._now_s = scratch, entries, pinned, now_s
+        self._scratch, self._entries, self._pinned, self._now_s = scratch, entries, pinned, now_s
         self.before, self._sole, self._used_elsewhere = before, sole, used_elsewhere
         self._lock = threading.Lock()
         self.counters = ReclaimCounters()
         self.shares: Shares | None = None
-        self.erase_far: Callable[[bytes], None] = lambda segment: (
-            None
-        )  # its object, if there may be one; raises OSError
+        # of a segment that goes: its object, if there may be one; raises OSError
+        self.erase_far: Callable[[bytes], None] = lambda segment: None
         self.spared: Callable[[SegmentRecord], bool] = lambda record: False  # drained by an erasure, which goes on
+        self.frozen: Callable[[], set[bytes]] = set  # tenants (ids) whose segments stay as they are
+        self.held: Callable[[], NDArray[np.uint64]] = lambda: np.zeros(0, np.uint64)  # fingerprints, as if pinned
         self.cut_tick = 0  # recency below which blocks were given up last; 0: none yet, or only released ones
 
     def make_room(self, need: int, *, tenant: bytes = b"", force: bool = False) -> bool:
@@ -175,13 +176,28 @@ class Reclaimer:
         with self.turn() as mine:
             if not mine:
                 return 0
-            now, dropped = self._now_s(), 0
-            for record in self._table.all():
+            now, dropped, frozen = self._now_s(), 0, self.frozen()
+            for record in [one for one in self._table.all() if one.tenant not in frozen]:
                 expired = record.state is SegmentState.SEALED and 0 < record.expires_s <= now
                 cut_off = record.state is SegmentState.DRAINING and not self.spared(record)
-                if (expired or cut_off) and self.drop(record, None) is Outcome.GONE:
+                due = cut_off or (expired and not self._all_held(record))
+                if due and self.drop(record, None) is Outcome.GONE:
                     dropped += 1
             return dropped
+
+    def _all_held(self, record: SegmentRecord) -> bool:
+        """Then it is left as it is: its blocks would only be copied."""
+        held = self.held()
+        try:
+            return bool(len(held)) and bool(
+                np.isin(fingerprints(entry_keys(self._entries(record.segment))), held).all()
+            )
+        except OSError:
+            return True
+
+    def staying(self) -> NDArray[np.uint64]:
+        """Fingerprints of the blocks that must not go: pinned, or under a hold."""
+        return np.union1d(self._pinned(), self.held())
 
     def _victims(self, tenant: bytes) -> set[bytes] | None:
         """Tenants whose segments may go; None: all."""
@@ -206,10 +222,12 @@ class Reclaimer:
         self, need: int, given_up: set[bytes], whose: set[bytes] | None, *, note: bool = True
     ) -> tuple[SegmentRecord, int] | None:
         """The cheapest victim on the disk and the recency above which its blocks are kept. note: it will be dropped."""
+        frozen = self.frozen()
         candidates = [
             record
             for record in self._table.all()
-            if record.state is not SegmentState.OPEN
+            if record.tenant not in frozen
+            and record.state is not SegmentState.OPEN
             and record.allocated_bytes  # else it is in the cold tier
             and record.segment not in given_up
             and (whose is None or record.tenant in whose)
@@ -223,7 +241,7 @@ class Reclaimer:
         fingerprint, ordinal, recency, expires = every
         now = self._now_s()
         recency[(expires != 0) & (expires <= now)] = 0
-        pins = self.pinned()
+        pins = self.staying()
         if len(pins):
             recency[np.isin(fingerprint, pins)] = np.iinfo(np.uint32).max
         numbers = np.array([self._table.ordinal(record.segment) for record in candidates])
@@ -334,7 +352,7 @@ class Reclaimer:
         present, records = self._index.lookup(keys)
         live = present & (records == entries["record"])
         prints = fingerprints(keys)
-        pinned = np.isin(prints, self.pinned())
+        pinned = np.isin(prints, self.staying())
         if hotter_than is None:
             keep = live & pinned
         else:
