@@ -306,12 +306,13 @@ class Among:
         other, gone = self._table.refresh()
         if core is None:
             return
+        changed = {record.segment for record in other}
         for record in other:
             if record.state is SegmentState.DRAINING:
                 core.presence.remove_segment(self._table.ordinal(record.segment))
         for record in self._table.all():
             growing = record.state is SegmentState.OPEN and record.owner != self.owner
-            if growing or record in other:
+            if growing or record.segment in changed:
                 core.space.settle(record.segment, core.space_of(record))
         for segment in gone:
             core.presence.remove_segment(self._table.ordinal(segment))
