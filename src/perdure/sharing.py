@@ -253,11 +253,7 @@ class Among:
         return _live(self._table, present, records)
 
     def orphans(self) -> list[bytes]:
-        return [
-            record.segment
-            for record in self._table.all()
-            if record.state is SegmentState.OPEN and record.owner != self.owner
-        ]
+        return [record.segment for record in self._table.unsealed() if record.owner != self.owner]
 
     @contextlib.contextmanager
     def taken(self, record: SegmentRecord) -> Iterator[bool]:
@@ -306,14 +302,12 @@ class Among:
         other, gone = self._table.refresh()
         if core is None:
             return
-        changed = {record.segment for record in other}
         for record in other:
             if record.state is SegmentState.DRAINING:
                 core.presence.remove_segment(self._table.ordinal(record.segment))
-        for record in self._table.all():
-            growing = record.state is SegmentState.OPEN and record.owner != self.owner
-            if growing or record.segment in changed:
-                core.space.settle(record.segment, core.space_of(record))
+        growing = [record for record in self._table.unsealed() if record.owner != self.owner]
+        for record in growing + other:
+            core.space.settle(record.segment, core.space_of(record))
         for segment in gone:
             core.presence.remove_segment(self._table.ordinal(segment))
             core.segments.forget(segment)
