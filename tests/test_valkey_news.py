@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import replace
 
 import pytest
@@ -99,6 +99,17 @@ def test_what_was_refused_is_no_news(store: Store) -> None:
     assert news.look() == {}
 
 
+def test_those_one_asks_for_are_told_in_any_case(store: Store) -> None:
+    record, gone, never = make_segment(1), make_segment(2), make_segment(3)
+    for one in (record, gone):
+        store.control.put_segment(one)
+    store.control.delete_segment(gone.segment)
+    news = store.control.news()
+    asked = [record.segment, gone.segment, never.segment]
+    for _ in range(2):  # as all are listed, and as what is new is told
+        assert news.look(asked) == {record.segment: record, gone.segment: None, never.segment: None}
+
+
 def test_a_log_that_was_cut_costs_a_whole_listing(store: Store) -> None:
     one, other = make_segment(1), make_segment(2)
     mirror: dict[bytes, SegmentRecord] = {}
@@ -115,7 +126,7 @@ def test_a_log_that_was_cut_costs_a_whole_listing(store: Store) -> None:
 
 
 def test_the_log_does_not_grow_for_ever(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(limits, "cluster_log_changes_max", 200)
+    monkeypatch.setattr(limits, "cluster_log_records_max", 200)
     record = make_segment(1)
     for records in range(700):
         store.control.put_segment(replace(record, records=records))
@@ -151,8 +162,8 @@ class Told:
         self.news: list[dict[bytes, SegmentRecord | None]] = []
         self.control = MemoryControl()
 
-    def __call__(self) -> Mapping[bytes, SegmentRecord | None]:
-        return self.news.pop(0) if self.news else {}
+    def __call__(self, also: Collection[bytes]) -> Mapping[bytes, SegmentRecord | None]:
+        return {name: self.control.get_segment(name) for name in also} | (self.news.pop(0) if self.news else {})
 
 
 def test_the_table_follows_the_news() -> None:
@@ -179,11 +190,10 @@ def test_an_answer_that_comes_after_newer_news_does_not_stay() -> None:
 
     class Late(MemoryControl):
         def get_segment(self, segment: bytes) -> SegmentRecord | None:
-            if told.news:  # the answer was read before the change, and is delivered after the news of it
-                table.refresh()
-                return old
-            return new
+            table.refresh()  # the answer was read before the change, and is delivered after the news of it
+            return old
 
+    told.control.put_segment(new)
     table._control = Late()
     told.news.append({old.segment: new})
     assert table.find(old.segment) == old

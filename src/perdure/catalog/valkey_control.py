@@ -153,7 +153,7 @@ class ValkeyControl:
         group, key = self._segment(segment)
         names = [key, self._names.key(group, SEGMENT_LOG)]
         number = secrets.token_bytes(_NUMBER_BYTES)
-        command = SET_SEGMENT.call(names, segment, expected, value, number, limits.cluster_log_changes_max)
+        command = SET_SEGMENT.call(names, segment, expected, value, number, limits.cluster_log_records_max)
         return bool(self._ask(group, command, action, changing=True))
 
     def get_segment(self, segment: bytes) -> SegmentRecord | None:

@@ -201,20 +201,23 @@ return 1
 """)
 
 SEGMENT_NEWS: Final = Script("""
--- KEYS: segments, their log. ARGV: the entry that was read last, its number. Returns the last entry, its number, 1 if
--- all segments follow or 0 if those that were changed since do, and name, record ('' deleted) of each.
+-- KEYS: segments, their log. ARGV: the entry that was read last, its number, segments to be told in any case. Returns
+-- the last entry, its number, 1 if all segments follow or 0 if those that were changed since do, and name, record (''
+-- deleted) of each.
 local at = ARGV[1] ~= '' and redis.call('XRANGE', KEYS[2], ARGV[1], ARGV[1])[1]
 if at and at[2][2] == ARGV[2] then
   local last, number, seen, out = ARGV[1], ARGV[2], {}, {}
-  for _, entry in ipairs(redis.call('XRANGE', KEYS[2], '(' .. last, '+')) do
-    local segment = entry[2][4]
-    last, number = entry[1], entry[2][2]
-    if not seen[segment] then
-      seen[segment] = true
-      out[#out + 1] = segment
-      out[#out + 1] = redis.call('HGET', KEYS[1], segment) or ''
-    end
+  local function tell(segment)
+    if seen[segment] then return end
+    seen[segment] = true
+    out[#out + 1] = segment
+    out[#out + 1] = redis.call('HGET', KEYS[1], segment) or ''
   end
+  for _, entry in ipairs(redis.call('XRANGE', KEYS[2], '(' .. last, '+')) do
+    last, number = entry[1], entry[2][2]
+    tell(entry[2][4])
+  end
+  for i = 3, #ARGV do tell(ARGV[i]) end
   return {last, number, 0, out}
 end
 local last = redis.call('XREVRANGE', KEYS[2], '+', '-', 'COUNT', 1)[1]

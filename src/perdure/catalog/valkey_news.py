@@ -10,7 +10,7 @@ Contract
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -34,19 +34,22 @@ class SegmentNews:
         self._names, self._ask_all = names, ask_all
         self._groups = [_Group() for _ in range(names.count)]
 
-    def look(self) -> dict[bytes, SegmentRecord | None]:
-        """Segments that were changed since the last look, at first all, as they are now; None: deleted. Raises
-        CatalogError; then the next look tells it."""
+    def look(self, also: Collection[bytes] = ()) -> dict[bytes, SegmentRecord | None]:
+        """Segments that were changed since the last look, at first all, and those of `also`, as they are now; None:
+        there is none (any more). Raises CatalogError; then the next look tells it."""
+        named: list[list[bytes]] = [[] for _ in self._groups]
+        for segment in also:
+            named[self._names.group_of(segment)].append(segment)
         commands = [
             SEGMENT_NEWS.call(
-                [self._names.key(number, SEGMENTS), self._names.key(number, SEGMENT_LOG)], group.entry, group.number
+                [self._names.key(number, SEGMENTS), self._names.key(number, SEGMENT_LOG)],
+                *(group.entry, group.number, *named[number]),
             )
             for number, group in enumerate(self._groups)
         ]
-        changed: dict[bytes, SegmentRecord | None] = {}
-        for group, (entry, number, whole, flat) in zip(
-            self._groups, self._ask_all(commands, "asking for news of the segments"), strict=True
-        ):
+        answers = self._ask_all(commands, "asking for news of the segments")
+        changed: dict[bytes, SegmentRecord | None] = dict.fromkeys(also)
+        for group, (entry, number, whole, flat) in zip(self._groups, answers, strict=True):
             told = dict(zip(flat[::2], flat[1::2], strict=True))
             if whole:
                 changed.update(dict.fromkeys(group.known - told.keys()))

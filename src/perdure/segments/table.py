@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import dataclasses
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 
 from perdure.catalog.api import ControlStore, SegmentRecord, SegmentState
 from perdure.errors import OwnershipLost
@@ -22,8 +22,9 @@ NO_TTL = 255
 """Retention class of blocks that have no TTL; the others are the power of two of minutes that the TTL fits into."""
 
 
-News = Callable[[], Mapping[bytes, SegmentRecord | None]]
-"""What others changed since it was last asked, at first all segments; None: deleted. Raises CatalogError."""
+News = Callable[[Collection[bytes]], Mapping[bytes, SegmentRecord | None]]
+"""What others changed since it was last asked, at first all segments, and in any case those named, as they are now;
+None: there is none. Raises CatalogError."""
 
 
 class SegmentTable:
@@ -38,8 +39,8 @@ class SegmentTable:
         self._draining: set[bytes] = set()
         self._changes = 0
         self._changed_at: dict[bytes, int] = {}  # segment -> number of its last change by this process
-        self._again: set[bytes] = set()  # to be asked for singly at the next refresh
-        found = {record.segment: record for record in control.segments()} if news is None else news()
+        self._again: set[bytes] = set()  # to be asked for at the next refresh
+        found = {record.segment: record for record in control.segments()} if news is None else news(())
         for segment, record in found.items():
             self._set(segment, record)
         self._names: list[bytes] = sorted(self._records)
@@ -97,8 +98,7 @@ class SegmentTable:
         with self._lock:
             began = self._changes
             asked = list(self._again)
-        found = {segment: self._control.get_segment(segment) for segment in asked}
-        found.update(self._news())
+        found = self._news(asked)
         other: list[SegmentRecord] = []
         gone: list[bytes] = []
         with self._lock:
