@@ -15,13 +15,17 @@ from click.testing import CliRunner
 from perdure import limits
 from perdure.benchmarks import cluster_costs as measured
 from perdure.benchmarks import cluster_model as model
-from perdure.benchmarks.cluster_model import Costs, Load, commands, derive, segments_max, simulate
+from perdure.benchmarks.cluster_model import Costs, Load, commands, derive, simulate
 from perdure.cli import main
 from perdure.errors import InvalidArgument
 from perdure.limits import GIB, MIB
 
 US = 1e-6
-COSTS = Costs(5 * US, 0.5 * US, 200 * US, 1 * US, 30 * US, 200.0, 300 * US, 0.2 * US, 500 * US, 5 * US, 60 * US)
+COSTS = Costs(
+    command_s=5 * US, key_s=0.5 * US, host_call_s=200 * US, host_key_s=1 * US, publish_s=30 * US, record_bytes=200.0,
+    beat_s=300 * US, news_s=0.2 * US, host_beat_s=500 * US, host_news_s=5 * US, host_segment_bytes=1000.0,
+    change_s=60 * US,
+)  # fmt: skip
 
 
 def report(costs: Costs) -> dict[str, Any]:
@@ -34,9 +38,10 @@ def report(costs: Costs) -> dict[str, Any]:
         measured.SERVER_PUBLISH: costs.publish_s / US,
         measured.RECORD_BYTES: costs.record_bytes,
         measured.SERVER_BEAT: costs.beat_s / US,
-        measured.SERVER_SEGMENT: costs.segment_s / US,
+        measured.SERVER_NEWS: costs.news_s / US,
         measured.HOST_BEAT: costs.host_beat_s / US,
-        measured.HOST_SEGMENT: costs.host_segment_s / US,
+        measured.HOST_NEWS: costs.host_news_s / US,
+        measured.SEGMENT_BYTES: costs.host_segment_bytes,
         measured.SERVER_CHANGE: costs.change_s / US,
     }
     return {"rows": [{"name": name, "ours": ours} for name, ours in rows.items()]}
@@ -81,21 +86,21 @@ def test_what_a_load_needs() -> None:
     assert need.cpu["publishes"] == pytest.approx(1e5 * 16 * 0.1 * 30 * US)
     assert need.cpu["sessions"] == pytest.approx(0.06)
     assert need.cpu["beats"] == pytest.approx(1024 * 300 * US)
-    segments = 1e9 * 2 * MIB / limits.segment_bytes_max
-    assert need.cpu["segments"] == pytest.approx(1024 * segments * 0.2 * US, rel=1e-3)
-    busy = sum(need.cpu.values()) - need.cpu["segments"]
-    assert need.primaries == need.primaries_for_cpu == math.ceil(2 * busy)
+    changes = 4 * 1e5 * 16 * 0.1 * 2 * MIB / limits.segment_bytes_max
+    assert need.cpu["news"] == pytest.approx(512 * changes * 0.2 * US)
+    assert need.primaries == need.primaries_for_cpu == math.ceil(2 * sum(need.cpu.values()))
     assert need.primaries_for_memory == math.ceil(200e9 / (64 * GIB * 0.7))
-    assert [problem.split(" ")[1] for problem in need.problems] == ["segments:"]
+    of_lookups = 1e5 / 512 * (200 * US + 16 * US)
+    assert need.host_cores == pytest.approx(of_lookups + 2 * 500 * US + changes * 5 * US)
+    assert need.host_bytes == pytest.approx(1e9 * 2 * MIB / limits.segment_bytes_max * 1000, rel=1e-3)
 
 
 def test_what_does_not_fit_is_told() -> None:
     assert derive(COSTS, Load(8, 1e6, 1000, 16)).problems == ()
-    assert any("64 slots" in problem for problem in derive(COSTS, Load(512, 1e6, 1e6, 16)).problems)
-    most = segments_max(COSTS, 8, 3)
-    assert most == int((0.25 - 500 * US) / (5 * US))  # of one host
-    assert segments_max(COSTS, 512, 3) == int(3 / 4 / 1024 / (0.2 * US))  # of the servers
-    assert segments_max(COSTS, 512, 64) == segments_max(COSTS, 512, 16)
+    (slots,) = derive(COSTS, Load(512, 1e6, 1e6, 16)).problems
+    assert "64 slots" in slots
+    (memory,) = derive(COSTS, Load(512, 1e9, 1000, 16, block_bytes=2 * MIB)).problems
+    assert "7.3 GiB in each host for 7,812,500 segments" in memory
 
 
 def test_a_queue_serves_in_order_of_arrival() -> None:
@@ -109,7 +114,7 @@ def test_a_queue_serves_in_order_of_arrival() -> None:
 
 def test_an_idle_cluster_answers_within_what_the_work_takes() -> None:
     costs = replace(COSTS, beat_s=0.0)
-    seen = simulate(costs, Load(8, 0, 1.0, 1), 3, calls=2000)
+    seen = simulate(costs, Load(8, 0, 1.0, 1, published_share=0.0), 3, calls=2000)
     alone_ms = (costs.host_s(1) + costs.server_s(1)) * 1e3
     assert seen.p50_ms == pytest.approx(alone_ms)
     assert seen.cpu_us_per_lookup == pytest.approx(costs.server_s(1) / US)
@@ -127,10 +132,12 @@ def test_waiting_is_that_of_one_server_with_random_arrivals() -> None:
     assert over.p99_ms > 100
 
 
-def test_cost_per_lookup_grows_with_hosts_only_by_what_they_list() -> None:
-    def cost(hosts: int, segments: int) -> float:
-        load = Load(hosts, segments, 100.0 * hosts, 16, block_bytes=limits.segment_bytes_max)
-        return simulate(COSTS, load, 16, calls=20_000).cpu_us_per_lookup
+def test_cost_per_lookup_grows_with_hosts_only_by_the_news_that_each_reads() -> None:
+    def seen(hosts: int, published_share: float) -> float:
+        load = Load(hosts, 0, 100.0 * hosts, 16, published_share=published_share)
+        return simulate(replace(COSTS, beat_s=0.0), load, 16, calls=20_000).cpu_us_per_lookup
 
-    assert cost(8, 0) == pytest.approx(cost(512, 0), rel=0.1)
-    assert cost(512, 10_000) == pytest.approx(cost(512, 0) + 2 / 100 * 10_000 * 0.2, rel=0.15)
+    assert seen(8, 0.0) == pytest.approx(seen(512, 0.0), rel=0.01)
+    changes = Load(512, 0, 100.0 * 512, 16, published_share=0.5).segment_changes_per_s
+    news_us = 512 * changes * 0.2 / (100 * 512)
+    assert seen(512, 0.5) - seen(512, 0.0) == pytest.approx(news_us, rel=0.1)

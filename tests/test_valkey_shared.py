@@ -323,7 +323,7 @@ def test_rounds_of_a_call(hosts: Hosts, monkeypatch: pytest.MonkeyPatch) -> None
     write(here, long)
     there.lookup(long[:1])  # its segment is known
     assert cost(lambda: there.lookup(long)) == 2
-    # a new segment: what others have taken, and its record; one more where a server is sent its script for the first time
+    # a new segment: what others have taken, and its record; once more where a server does not know its script yet
     assert cost(lambda: write(there, more[:16])) <= 5
     assert cost(lambda: write(there, more[16:32])) == 2
 

@@ -3,13 +3,14 @@ ones is made from (`cluster_model`).
 
 Contract
 - CPU time, not wall time: of one service's process, and of the primaries, less what they use when nothing is asked.
-- A store of its own beside the others', on the same servers. Its listing of segments is measured with made-up records.
+- A store of its own beside the others', on the same servers. Its news of segments is of made-up ones.
 """
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from statistics import median
 from typing import Any, Final
 
 from perdure.benchmarks.cluster_bare import cpu_of
@@ -26,13 +27,15 @@ GROWTH: Final = f"server CPU, lookup of {SMALL_BATCH} among {{}} records"
 SERVER_PUBLISH: Final = "server CPU, publish of one block in a batch"
 RECORD_BYTES: Final = "server memory, one block record"
 HOST_BEAT, SERVER_BEAT = "host CPU, one beat", "server CPU, one beat"
-HOST_SEGMENT: Final = "host CPU, one segment in a beat"
-SERVER_SEGMENT: Final = "server CPU, one segment in a beat"
+HOST_NEWS: Final = "host CPU, one changed segment in a beat"
+SERVER_NEWS: Final = "server CPU, one changed segment in a beat"
+SEGMENT_BYTES: Final = "host memory, one segment"
 SERVER_CHANGE: Final = "server CPU, one change of a session"
 CHANGE_GROWTH: Final = "server CPU, one change of a session among {}"
 
 _SEED, _BLOCK_SEED = 40_000, 1
 _IDLE_S: Final = 1.0
+_NEWS: Final = 1000
 _US: Final = 1e6
 _BUFFERS = ("mem_total_replication_buffers", "mem_clients_normal", "mem_aof_buffer")
 
@@ -107,20 +110,23 @@ class Costs:
 
     # --- the control store
     def _beats(self) -> list[Row]:
-        count, segments = 20, 1000
-        bare = self._repeated(lambda: self._cost("beats", count, count=count))
-        self._child.ask("make_segments", count=segments)
-        full = self._repeated(lambda: self._cost("beats", count, count=count))
-        note = f"slope from a few to {segments}"
-        names = ((HOST_BEAT, HOST_SEGMENT), (SERVER_BEAT, SERVER_SEGMENT))
+        """With nothing new, then with the news of many segments."""
+        count = 20
+        quiet = self._repeated(lambda: self._cost("beats", count, count=count))
+        before = self._child.ask("resident")["bytes"]
+        news = self._repeated(self._news)
+        grown = self._child.ask("resident")["bytes"] - before
         rows = []
-        for (beat, segment), few, many in zip(names, bare, full, strict=True):
-            slopes = [max(0.0, more - less) / segments for less, more in zip(sorted(few), sorted(many), strict=True)]
-            rows += [
-                row(beat, "us", few, better="lower"),
-                row(segment, "us", slopes, better="lower", note=note),
-            ]
-        return rows
+        names = ((HOST_BEAT, HOST_NEWS), (SERVER_BEAT, SERVER_NEWS))
+        for (beat, segment), plain, many in zip(names, quiet, news, strict=True):
+            each = [max(0.0, one - median(plain)) / _NEWS for one in many]
+            rows += [row(beat, "us", plain, better="lower"), row(segment, "us", each, better="lower")]
+        nbytes = max(0.0, grown / (self._repetitions * _NEWS))
+        return [*rows, row(SEGMENT_BYTES, "bytes", [nbytes], better="lower", note="by what the process grew")]
+
+    def _news(self) -> tuple[float, float]:
+        self._child.ask("make_segments", count=_NEWS)
+        return self._cost("beats", 1, count=1)
 
     def _changes(self) -> list[Row]:
         """Of a session's head, while there are more and more of them."""

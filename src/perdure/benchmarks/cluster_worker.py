@@ -116,6 +116,9 @@ class Worker:
             self._stores[0].core.control.put_segment(record)
         return {}
 
+    def resident(self) -> dict[str, Any]:
+        return {"bytes": int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGESIZE")}
+
     def make_sessions(self, count: int) -> dict[str, Any]:
         """As many documents of the size of a session's head."""
         control = self._stores[0].core.control
@@ -240,6 +243,7 @@ def answer_all(worker: Worker) -> None:
         "fill": worker.fill, "lookup": worker.lookup, "restore": worker.restore, "hold": worker.hold,
         "publish": worker.publish, "poll": worker.poll, "wait": worker.wait, "hot": worker.hot, "rounds": worker.rounds,
         "fill_some": worker.fill_some, "beats": worker.beats, "make_segments": worker.make_segments,
+        "resident": worker.resident,
         "make_sessions": worker.make_sessions, "change": worker.change,
     }  # fmt: skip
     for line in sys.stdin:
