@@ -9,7 +9,7 @@ Contract
 - What one process alone may do at a time (making room, rebuilding the index) is done under a lease of that task's name.
   If it ends early, two may do it at once: that is waste, not harm, for every step is a compare-and-set or can be
   repeated.
-- The set of segments is looked at every `limits.cluster_beat_s`: what others drained or deleted is forgotten here. A
+- News of segments are read every `limits.cluster_beat_s`: what others drained or deleted is forgotten here. A
   segment that is not in it is asked for before a record in it counts.
 - No process ever sends another one anything; which others there are is not known, nor needed.
 """
@@ -305,6 +305,8 @@ class Among:
         for record in other:
             if record.state is SegmentState.DRAINING:
                 core.presence.remove_segment(self._table.ordinal(record.segment))
+            elif record.cold:
+                core.segments.forget(record.segment)
         growing = [record for record in self._table.unsealed() if record.owner != self.owner]
         for record in growing + other:
             core.space.settle(record.segment, core.space_of(record))
