@@ -18,11 +18,8 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 export HF_HUB_OFFLINE := 1
 
 .PHONY: help setup tools demo test lint format bench bench-peers bench-service bench-storm bench-policy bench-sessions
-<<<<<<< HEAD
-.PHONY: bench-cluster scale demo-cluster cluster-up cluster-down setup-engines test-engines demo-vllm bench-engines
-=======
-.PHONY: bench-cluster demo-cluster demo-governance cluster-up cluster-down setup-engines test-engines demo-vllm bench-engines
->>>>>>> main
+.PHONY: bench-cluster scale demo-cluster demo-governance cluster-up cluster-down setup-engines test-engines demo-vllm
+.PHONY: bench-engines
 .PHONY: constraints constraints-vllm clean
 
 help:
@@ -37,11 +34,8 @@ help:
 	@echo 'make bench-policy hit rates and flash writes on replayed traces (PERDURE_TRACES=DIR for the public ones)'
 	@echo 'make bench-sessions  1 to 1,000 sessions on one service, beside an ideal queue'
 	@echo 'make bench-cluster  1 to 8 services on one directory and a Valkey Cluster'
-<<<<<<< HEAD
 	@echo 'make scale        that, and what follows from it for 8 to 512 hosts: the tables of docs/scale.md'
-=======
 	@echo 'make demo-governance  two tenants: publish, hold, erase, a receipt that a stranger verifies (seconds)'
->>>>>>> main
 	@echo 'make demo-vllm    two vLLM servers, one killed in mid-conversation; in an environment of its own (.venv-vllm)'
 	@echo 'make test-engines the tests that need vLLM; PYTEST_ARGS is passed on'
 	@echo 'make bench-engines  time to the first token through vLLM, from memory, disk and another node'
@@ -160,7 +154,7 @@ bench-cluster: $(READY)
 scale: $(READY)
 	@mkdir -p .build
 	@$(VENV)/bin/perdure bench cluster --json $(BENCH_ARGS) >.build/cluster.json
-	@$(VENV)/bin/perdure bench scale .build/cluster.json
+	@$(VENV)/bin/perdure cluster scale .build/cluster.json
 
 # Timed from here, so that the time to set up shows too.
 demo-vllm:

@@ -63,12 +63,12 @@ def test_a_report_without_the_rows_is_refused() -> None:
 def test_the_command_prints_tables_or_says_what_it_was_given(tmp_path: Path) -> None:
     file = tmp_path / "cluster.json"
     file.write_text(json.dumps(report(COSTS)))
-    done = CliRunner().invoke(main, ["bench", "scale", str(file)])
+    done = CliRunner().invoke(main, ["cluster", "scale", str(file)])
     assert done.exit_code == 0
     assert "| 512 | 62,500 |" in done.output
     for wrong in ("no json", "[]", "{}"):
         file.write_text(wrong)
-        done = CliRunner().invoke(main, ["bench", "scale", str(file)])
+        done = CliRunner().invoke(main, ["cluster", "scale", str(file)])
         assert done.exit_code == 2
         assert "bench cluster --json" in done.output
 

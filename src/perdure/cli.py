@@ -266,15 +266,6 @@ def bench_cluster(directory: Path, quick: bool, as_json: bool) -> None:
     _print_report(cluster.run(directory, quick=quick, json=as_json), as_json)
 
 
-@bench.command("scale")
-@click.argument("report", type=click.Path(path_type=Path, exists=True, dir_okay=False))
-def bench_scale(report: Path) -> None:
-    """What follows from a REPORT of `bench cluster --json` for larger clusters: nodes, shards, memory, waiting."""
-    from perdure.benchmarks import cluster_model
-
-    click.echo(cluster_model.tables(cluster_model.read_report(report)), nl=False)
-
-
 @bench.command("engines")
 @_bench_options
 @click.option("--section", "sections", multiple=True, help="Only this section; may be repeated.")

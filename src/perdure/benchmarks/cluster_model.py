@@ -1,7 +1,7 @@
 """How large a cluster can get: from what one operation costs here to nodes, shards and memory for many hosts.
 
     perdure bench cluster --json > cluster.json
-    perdure bench scale cluster.json                # the tables of docs/scale.md
+    perdure cluster scale cluster.json                # the tables of docs/scale.md
 
 Contract
 - Everything follows from the measured rows of `cluster_costs` and the `Load`; nothing else is assumed but what a row of
