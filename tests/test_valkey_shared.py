@@ -227,7 +227,7 @@ def test_records_of_segments_that_do_not_exist_are_ignored(hosts: Hosts) -> None
     _, records = one.core.index.lookup(keys)
     one.core.writer.close()
     (segment,) = one.core.table.all()
-    one.core.reclaimer._drop(segment, None)
+    one.core.reclaimer.drop(segment, None)
     assert one.core.index.load(iter([(keys, records)])) == 10
     assert there.lookup(keys) == 0
     assert read(there, keys) == [MISSING] * 10
