@@ -18,7 +18,8 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 export HF_HUB_OFFLINE := 1
 
 .PHONY: help setup tools demo test lint format bench bench-peers bench-service bench-storm bench-policy bench-sessions
-.PHONY: bench-cluster demo-cluster demo-governance cluster-up cluster-down setup-engines test-engines demo-vllm bench-engines
+.PHONY: bench-cluster scale demo-cluster demo-governance cluster-up cluster-down setup-engines test-engines demo-vllm
+.PHONY: bench-engines
 .PHONY: constraints constraints-vllm clean
 
 help:
@@ -33,6 +34,7 @@ help:
 	@echo 'make bench-policy hit rates and flash writes on replayed traces (PERDURE_TRACES=DIR for the public ones)'
 	@echo 'make bench-sessions  1 to 1,000 sessions on one service, beside an ideal queue'
 	@echo 'make bench-cluster  1 to 8 services on one directory and a Valkey Cluster'
+	@echo 'make scale        that, and what follows from it for 8 to 512 hosts: the tables of docs/scale.md'
 	@echo 'make demo-governance  two tenants: publish, hold, erase, a receipt that a stranger verifies (seconds)'
 	@echo 'make demo-vllm    two vLLM servers, one killed in mid-conversation; in an environment of its own (.venv-vllm)'
 	@echo 'make test-engines the tests that need vLLM; PYTEST_ARGS is passed on'
@@ -148,6 +150,11 @@ bench-sessions: $(READY)
 
 bench-cluster: $(READY)
 	@$(VENV)/bin/perdure bench cluster $(BENCH_ARGS)
+
+scale: $(READY)
+	@mkdir -p .build
+	@$(VENV)/bin/perdure bench cluster --json $(BENCH_ARGS) >.build/cluster.json
+	@$(VENV)/bin/perdure cluster scale .build/cluster.json
 
 # Timed from here, so that the time to set up shows too.
 demo-vllm:

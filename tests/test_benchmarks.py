@@ -16,6 +16,7 @@ from support.served import serving
 import perdure
 from perdure.benchmarks import (
     cluster,
+    cluster_model,
     fio,
     governance_tenants,
     harness,
@@ -534,6 +535,10 @@ def test_a_tiny_run_of_many_services(tmp_path: Path) -> None:
     assert hot.ours is not None
     assert 1.0 <= hot.ours <= cluster.COPIES_LIMIT  # each reads it once, and then from its memory
     assert [made.ours for made in report.rows if "rounds" in made.name] == [1, 2, 2]
+    costs = cluster_model.costs_of(report.as_dict())
+    assert min(costs.command_s + costs.key_s, costs.publish_s, costs.beat_s, costs.change_s) > 0
+    assert 64 + 32 < costs.record_bytes < 2000  # a record and its key, and what the server needs for them
+    assert "| 512 |" in cluster_model.tables(report.as_dict())
     assert list(tmp_path.iterdir()) == []
 
 

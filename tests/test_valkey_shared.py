@@ -227,7 +227,7 @@ def test_records_of_segments_that_do_not_exist_are_ignored(hosts: Hosts) -> None
     _, records = one.core.index.lookup(keys)
     one.core.writer.close()
     (segment,) = one.core.table.all()
-    one.core.reclaimer._drop(segment, None)
+    one.core.reclaimer.drop(segment, None)
     assert one.core.index.load(iter([(keys, records)])) == 10
     assert there.lookup(keys) == 0
     assert read(there, keys) == [MISSING] * 10
@@ -323,7 +323,8 @@ def test_rounds_of_a_call(hosts: Hosts, monkeypatch: pytest.MonkeyPatch) -> None
     write(here, long)
     there.lookup(long[:1])  # its segment is known
     assert cost(lambda: there.lookup(long)) == 2
-    assert cost(lambda: write(there, more[:16])) <= 4  # a new segment: what others have taken, and its record
+    # a new segment: what others have taken, and its record; once more where a server does not know its script yet
+    assert cost(lambda: write(there, more[:16])) <= 5
     assert cost(lambda: write(there, more[16:32])) == 2
 
 

@@ -35,7 +35,7 @@ from perdure.core import INDEX_LOST_KEY, STORE_NAMESPACE
 from perdure.directory import Identity
 from perdure.errors import CatalogError, FormatError, InvalidArgument
 from perdure.options import refuse_unknown
-from perdure.segments.table import SegmentTable
+from perdure.segments.table import News, SegmentTable
 from perdure.sharing import Alone, Among, Onlooker, Sharing
 from perdure.waiting import Waiters
 
@@ -51,6 +51,10 @@ class Catalogs(Protocol):
     """Whether other processes may write to the store too."""
 
     def control(self) -> ControlStore: ...
+
+    def news(self) -> News | None:
+        """Of segments, where others change them too."""
+        ...
 
     def index(self, map_bytes: int) -> BlockIndex: ...
 
@@ -108,6 +112,9 @@ class Embedded:
     def control(self) -> ControlStore:
         return LmdbControl(self._path / "control", read_only=self._read_only)
 
+    def news(self) -> News | None:
+        return None
+
     def index(self, map_bytes: int) -> BlockIndex:
         return LmdbIndex(self._path / "index", map_bytes=map_bytes, read_only=self._read_only)
 
@@ -163,6 +170,9 @@ class InCluster:
                 "has lost its data; restore it from a backup"
             )
         return self._control
+
+    def news(self) -> News | None:
+        return self._control.news().look
 
     def index(self, map_bytes: int) -> BlockIndex:
         if not self._read_only:

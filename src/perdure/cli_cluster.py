@@ -34,6 +34,15 @@ def status(directory: Path, catalog: str, as_json: bool) -> None:
     sys.exit(1 if answer["problems"] else 0)
 
 
+@cluster.command()
+@click.argument("report", type=click.Path(path_type=Path, exists=True, dir_okay=False))
+def scale(report: Path) -> None:
+    """What follows from a REPORT of `perdure bench cluster --json` for larger clusters: nodes, memory, waits."""
+    from perdure.benchmarks import cluster_model
+
+    click.echo(cluster_model.tables(cluster_model.read_report(report)), nl=False)
+
+
 def _lines(answer: dict[str, Any]) -> list[str]:
     out = []
     for one in answer["servers"]:

@@ -68,6 +68,7 @@ pin_blocks_max: Final = batch_blocks_max
 # --- catalog of many hosts (Valkey Cluster) -------------------------------------------------------------------
 cluster_index_slots: Final = 64  # the block index lies in so many hash slots: 1.6 % of the records in each
 cluster_control_slots: Final = 16
+cluster_log_records_max: Final = 4096  # of segments, per slot: who looks twice a second has seen them by then
 cluster_script_keys_max: Final = 512  # of one script: the server does nothing else while it runs
 cluster_read_s_default: Final = 0.1  # by then what could not be asked is a miss
 cluster_write_s_default: Final = 1.0

@@ -9,7 +9,7 @@ Contract
 - What one process alone may do at a time (making room, rebuilding the index) is done under a lease of that task's name.
   If it ends early, two may do it at once: that is waste, not harm, for every step is a compare-and-set or can be
   repeated.
-- The set of segments is looked at every `limits.cluster_beat_s`: what others drained or deleted is forgotten here. A
+- News of segments are read every `limits.cluster_beat_s`: what others drained or deleted is forgotten here. A
   segment that is not in it is asked for before a record in it counts.
 - No process ever sends another one anything; which others there are is not known, nor needed.
 """
@@ -253,11 +253,7 @@ class Among:
         return _live(self._table, present, records)
 
     def orphans(self) -> list[bytes]:
-        return [
-            record.segment
-            for record in self._table.all()
-            if record.state is SegmentState.OPEN and record.owner != self.owner
-        ]
+        return [record.segment for record in self._table.unsealed() if record.owner != self.owner]
 
     @contextlib.contextmanager
     def taken(self, record: SegmentRecord) -> Iterator[bool]:
@@ -311,10 +307,9 @@ class Among:
                 core.presence.remove_segment(self._table.ordinal(record.segment))
             elif record.cold:
                 core.segments.forget(record.segment)
-        for record in self._table.all():
-            growing = record.state is SegmentState.OPEN and record.owner != self.owner
-            if growing or record in other:
-                core.space.settle(record.segment, core.space_of(record))
+        growing = [record for record in self._table.unsealed() if record.owner != self.owner]
+        for record in growing + other:
+            core.space.settle(record.segment, core.space_of(record))
         for segment in gone:
             core.presence.remove_segment(self._table.ordinal(segment))
             core.segments.forget(segment)

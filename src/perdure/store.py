@@ -187,7 +187,7 @@ class Store(Governing, Publishing):
         index = seams.index(self._catalogs.index(map_bytes))
         undo.callback(index.close)
         shared = self._catalogs.shared
-        table = SegmentTable(control, shared=shared)
+        table = SegmentTable(control, self._catalogs.news())
         sharing = self._catalogs.sharing(control, clock, table)
         if not read_only and not shared:
             take_over(control, sharing.owner)

@@ -25,6 +25,7 @@ from typing import Any, Final
 
 from perdure.benchmarks import target
 from perdure.benchmarks.cluster_bare import Bare, cpu_of
+from perdure.benchmarks.cluster_costs import LARGE_BATCH, Costs
 from perdure.benchmarks.cluster_worker import Setup
 from perdure.benchmarks.harness import Report, Row, Stopwatch, count_row, interleave, limit_row, machine, row
 from perdure.benchmarks.progress import Progress
@@ -83,7 +84,7 @@ def run(
     base = Path(tempfile.mkdtemp(prefix="cluster-", dir=directory))
     report = Report("Many services of Perdure on one directory", machine(base, quick=quick, services=chosen.services))
     try:
-        with Progress("bench cluster", 6, silent=json) as progress, cluster(base / "valkey") as servers:
+        with Progress("bench cluster", 7, silent=json) as progress, cluster(base / "valkey") as servers:
             progress.step("starting")
             bench = _Bench(chosen, base, servers)
             with bench:
@@ -93,6 +94,7 @@ def run(
                     ("visibility", bench.visibility),
                     ("hot prefix", bench.hot_prefix),
                     ("rounds", bench.rounds),
+                    ("costs", bench.costs),
                 ):
                     progress.step(what)
                     report.rows += rows()
@@ -117,11 +119,11 @@ class _Bench:
     def __exit__(self, *_: object) -> None:
         self._ends.close()
 
-    def _start(self, block_bytes: int, hosts: int = 1, **options: Any) -> Child:
+    def _start(self, block_bytes: int, hosts: int = 1, data: str = "data", **options: Any) -> Child:
         """A process with so many services."""
         states = [str(self._base / f"host{self._made + number}") for number in range(hosts)]
         self._made += hosts
-        setup = Setup(str(self._base / "data"), self._servers.url + _PATIENCE, states, block_bytes, **options)
+        setup = Setup(str(self._base / data), self._servers.url + _PATIENCE, states, block_bytes, **options)
         return self._ends.enter_context(Child(_MODULE, setup.argument()))
 
     def _servers_cpu_s(self) -> float:
@@ -251,6 +253,12 @@ class _Bench:
                       note=notes.get(name, ""))
             for name, most in limits.items()
         ]  # fmt: skip
+
+    def costs(self) -> list[Row]:
+        """What `cluster_model` needs; on a store of its own."""
+        child = self._start(_SMALL_BYTES, data="costs")
+        blocks = max(self._plan.records, 4 * LARGE_BATCH)
+        return Costs(child, self._servers, blocks, self._plan.repetitions).rows()
 
 
 def _p99(values: Sequence[float]) -> float:

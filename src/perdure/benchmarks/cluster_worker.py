@@ -26,15 +26,18 @@ import perdure
 from perdure import Seams
 from perdure.benchmarks.harness import Stopwatch
 from perdure.benchmarks.target import Bytes, WrongResult, fill, keyspace, random_bytes, tokens
+from perdure.catalog.api import Durability, SegmentRecord, SegmentState
 from perdure.catalog.valkey import ValkeyIndex
 from perdure.catalog.valkey_control import ValkeyControl
 from perdure.errors import PerdureError
 from perdure.io.files import PosixFiles
 from perdure.io.siblings import FaultyFiles, NthFault
+from perdure.sharing import Among
 
 _POLL_S = 0.0002
 _GIVE_UP_S = 60.0
 _LEASE_S = 120.0
+_SESSIONS, _SESSION_BYTES = "bench", 1000
 _ROUND_TRIES = 5  # the least of them: a beat in the background may count too
 
 
@@ -86,6 +89,53 @@ class Worker:
     def fill(self, seed: int, blocks: int) -> dict[str, Any]:
         fill(self._spaces[0], self._keys(seed, blocks), self._size, self._buffer(min(blocks, 64)))
         return {}
+
+    def fill_some(self, seed: int, blocks: int) -> dict[str, Any]:
+        keys, memory = self._keys(seed, blocks), self._buffer(min(blocks, 64))
+        with Stopwatch() as watch:
+            fill(self._spaces[0], keys, self._size, memory)
+        return {"cpu_s": watch.cpu_seconds}
+
+    def beats(self, count: int) -> dict[str, Any]:
+        """What a service does twice a second."""
+        sharing = self._stores[0].core.sharing
+        if not isinstance(sharing, Among):
+            raise WrongResult("the catalog is not a cluster's")
+        with Stopwatch() as watch:
+            for _ in range(count):
+                sharing.beat()
+        return {"cpu_s": watch.cpu_seconds}
+
+    def make_segments(self, count: int) -> dict[str, Any]:
+        """Records of segments that don't exist."""
+        for _ in range(count):
+            record = SegmentRecord(
+                os.urandom(16), SegmentState.SEALED, bytes(16), bytes(16), Durability.SESSION, 255, bytes(16), 0,
+                self._size, self._size, 1, 0,
+            )  # fmt: skip
+            self._stores[0].core.control.put_segment(record)
+        return {}
+
+    def resident(self) -> dict[str, Any]:
+        return {"bytes": int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGESIZE")}
+
+    def make_sessions(self, count: int) -> dict[str, Any]:
+        """As many documents of the size of a session's head."""
+        control = self._stores[0].core.control
+        for number in range(count):
+            control.compare_and_set(_SESSIONS, b"%d" % number, None, bytes(_SESSION_BYTES))
+        return {}
+
+    def change(self, count: int) -> dict[str, Any]:
+        control = self._stores[0].core.control
+        present = control.get(_SESSIONS, b"0")
+        with Stopwatch() as watch:
+            for _ in range(count):
+                new = os.urandom(_SESSION_BYTES)
+                if not control.compare_and_set(_SESSIONS, b"0", present, new):
+                    raise WrongResult("somebody else changed it")
+                present = new
+        return {"cpu_s": watch.cpu_seconds}
 
     def lookup(self, seed: int, blocks: int, batch: int, batches: int) -> dict[str, Any]:
         """Records of `batch` blocks in chain order, from the catalog: what a host does that does not know them."""
@@ -192,6 +242,9 @@ def answer_all(worker: Worker) -> None:
     verbs: dict[str, Callable[..., dict[str, Any]]] = {
         "fill": worker.fill, "lookup": worker.lookup, "restore": worker.restore, "hold": worker.hold,
         "publish": worker.publish, "poll": worker.poll, "wait": worker.wait, "hot": worker.hot, "rounds": worker.rounds,
+        "fill_some": worker.fill_some, "beats": worker.beats, "make_segments": worker.make_segments,
+        "resident": worker.resident,
+        "make_sessions": worker.make_sessions, "change": worker.change,
     }  # fmt: skip
     for line in sys.stdin:
         question = json.loads(line)

@@ -40,14 +40,17 @@ from perdure.catalog.valkey_names import (
     RELEASE,
     RELEASED,
     RENEW,
+    SEGMENT_LOG,
     SEGMENTS,
     SET_DOCUMENT,
-    SWAP_SEGMENT,
+    SET_SEGMENT,
     Names,
 )
+from perdure.catalog.valkey_news import SegmentNews
 from perdure.errors import CatalogUnavailable, InvalidArgument, ReadOnlyStore, StoreClosed
 
-_NUMBER_BYTES: Final = 16  # before each stored document: of the change that wrote it
+_ANYTHING: Final = b"*"
+_NUMBER_BYTES: Final = 16  # of a change: before each document that was stored, beside each segment in the log
 _U64: Final = 8
 _PIN_RANDOM_BITS: Final = 12
 
@@ -136,16 +139,22 @@ class ValkeyControl:
     # --- segments
 
     def put_segment(self, record: SegmentRecord) -> None:
-        value = codec.pack_segment(codec.check_segment(record))
-        group, key = self._segment(record.segment)
-        self._ask(group, ("HSET", key, record.segment, value), "recording a segment", changing=True)
+        self._set_segment(
+            record.segment, _ANYTHING, codec.pack_segment(codec.check_segment(record)), "recording a segment"
+        )
 
     def swap_segment(self, old: SegmentRecord | None, new: SegmentRecord) -> bool:
         """As `ControlStore.swap_segment`; True also where the present record equals `new` already."""
         expected = b"" if old is None else codec.pack_segment(old)
-        group, key = self._segment(new.segment)
-        command = SWAP_SEGMENT.call([key], new.segment, expected, codec.pack_segment(codec.check_segment(new)))
-        return bool(self._ask(group, command, "changing a segment record", changing=True))
+        value = codec.pack_segment(codec.check_segment(new))
+        return self._set_segment(new.segment, expected, value, "changing a segment record")
+
+    def _set_segment(self, segment: bytes, expected: bytes, value: bytes, action: str) -> bool:
+        group, key = self._segment(segment)
+        names = [key, self._names.key(group, SEGMENT_LOG)]
+        number = secrets.token_bytes(_NUMBER_BYTES)
+        command = SET_SEGMENT.call(names, segment, expected, value, number, limits.cluster_log_records_max)
+        return bool(self._ask(group, command, action, changing=True))
 
     def get_segment(self, segment: bytes) -> SegmentRecord | None:
         codec.check_name("segment", segment)
@@ -155,12 +164,15 @@ class ValkeyControl:
 
     def delete_segment(self, segment: bytes) -> None:
         codec.check_name("segment", segment)
-        group, key = self._segment(segment)
-        self._ask(group, ("HDEL", key, segment), "deleting a segment record", changing=True)
+        self._set_segment(segment, _ANYTHING, b"", "deleting a segment record")
 
     def segments(self) -> list[SegmentRecord]:
         entries = self._all_fields(SEGMENTS, "reading the segments")
         return [codec.unpack_segment(segment, raw) for segment, raw in sorted(entries)]
+
+    def news(self) -> SegmentNews:
+        """Of the segments, for one who looks again and again."""
+        return SegmentNews(self._names, self._ask_all)
 
     def _segment(self, segment: bytes) -> tuple[int, bytes]:
         group = self._names.group_of(segment)

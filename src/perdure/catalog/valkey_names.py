@@ -26,7 +26,8 @@ from perdure.catalog.valkey_cluster import SLOTS, key_slot
 from perdure.catalog.valkey_link import Script
 
 BLOCK, USAGE, EPOCHS, CLOSED, RECENCY, WHOLE, PUBLISHED = b"b", b"u", b"e", b"c", b"r", b"m", b"w"
-DOCUMENTS, DOCUMENT_ORDER, SEGMENTS, LEASES, LAST_TOKEN, PINS, RELEASED = b"d", b"o", b"s", b"l", b"t", b"p", b"x"
+DOCUMENTS, DOCUMENT_ORDER, SEGMENTS, SEGMENT_LOG, LEASES = b"d", b"o", b"s", b"n", b"l"
+LAST_TOKEN, PINS, RELEASED = b"t", b"p", b"x"
 GROUPS: Final = limits.cluster_index_slots
 _SHIFT: Final = 8 - (GROUPS.bit_length() - 1)
 
@@ -189,12 +190,38 @@ end
 return 1
 """)
 
-SWAP_SEGMENT: Final = Script("""
--- KEYS: segments. ARGV: segment, expected record ('' nothing), new record. What is so already is done.
+SET_SEGMENT: Final = Script("""
+-- KEYS: segments, their log. ARGV: segment, expected record ('' nothing, '*' anything), new record ('' none), number of
+-- this change, length of the log. What is so already is done.
 local present = redis.call('HGET', KEYS[1], ARGV[1]) or ''
-if present ~= ARGV[2] and present ~= ARGV[3] then return 0 end
-redis.call('HSET', KEYS[1], ARGV[1], ARGV[3])
+if ARGV[2] ~= '*' and present ~= ARGV[2] and present ~= ARGV[3] then return 0 end
+if ARGV[3] == '' then redis.call('HDEL', KEYS[1], ARGV[1]) else redis.call('HSET', KEYS[1], ARGV[1], ARGV[3]) end
+redis.call('XADD', KEYS[2], 'MAXLEN', '~', ARGV[5], '*', 'n', ARGV[4], 's', ARGV[1])
 return 1
+""")
+
+SEGMENT_NEWS: Final = Script("""
+-- KEYS: segments, their log. ARGV: the entry that was read last, its number, segments to be told in any case. Returns
+-- the last entry, its number, 1 if all segments follow or 0 if those that were changed since do, and name, record (''
+-- deleted) of each.
+local at = ARGV[1] ~= '' and redis.call('XRANGE', KEYS[2], ARGV[1], ARGV[1])[1]
+if at and at[2][2] == ARGV[2] then
+  local last, number, seen, out = ARGV[1], ARGV[2], {}, {}
+  local function tell(segment)
+    if seen[segment] then return end
+    seen[segment] = true
+    out[#out + 1] = segment
+    out[#out + 1] = redis.call('HGET', KEYS[1], segment) or ''
+  end
+  for _, entry in ipairs(redis.call('XRANGE', KEYS[2], '(' .. last, '+')) do
+    last, number = entry[1], entry[2][2]
+    tell(entry[2][4])
+  end
+  for i = 3, #ARGV do tell(ARGV[i]) end
+  return {last, number, 0, out}
+end
+local last = redis.call('XREVRANGE', KEYS[2], '+', '-', 'COUNT', 1)[1]
+return {last and last[1] or '', last and last[2][2] or '', 1, redis.call('HGETALL', KEYS[1])}
 """)
 
 ACQUIRE: Final = Script("""
@@ -263,4 +290,4 @@ return ended
 """)
 
 INDEX_SCRIPTS: Final = (CHANGE, RAISE_EPOCH, CLOSE, TOUCH)
-CONTROL_SCRIPTS: Final = (SET_DOCUMENT, SWAP_SEGMENT, ACQUIRE, RENEW, RELEASE, END_OWNER, EXPIRE)
+CONTROL_SCRIPTS: Final = (SET_DOCUMENT, SET_SEGMENT, SEGMENT_NEWS, ACQUIRE, RENEW, RELEASE, END_OWNER, EXPIRE)
