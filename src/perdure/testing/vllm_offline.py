@@ -54,7 +54,9 @@ class Generated:
 
 
 class OfflineEngine(ProcessGroup):
-    """llm: arguments of `vllm.LLM`. Made when the model is loaded, unless `wait` is false: then `wait_ready` waits."""
+    """llm: arguments of `vllm.LLM`. Made when the model is loaded, unless `wait` is false: then `wait_ready` waits.
+
+    within: a command that ends in running another one (`unshare --mount`), to run the engine by."""
 
     def __init__(
         self,
@@ -64,9 +66,10 @@ class OfflineEngine(ProcessGroup):
         transfer: dict[str, Any] | None = None,
         environment: Mapping[str, str | None] | None = None,
         wait: bool = True,
+        within: Sequence[str] = (),
     ) -> None:
         super().__init__(
-            [sys.executable, "-m", __name__], log, environment=environment,
+            [*within, sys.executable, "-m", __name__], log, environment=environment,
             streams={"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True},
         )  # fmt: skip
         self._lines: SimpleQueue[str] = SimpleQueue()
