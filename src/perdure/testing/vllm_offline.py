@@ -246,7 +246,7 @@ def _answer(output: Any) -> dict[str, Any]:
         "finish": one.finish_reason,
         "first_token_s": getattr(output.metrics, "first_token_latency", None),
         "decode_s": None if output.metrics is None else output.metrics.last_token_ts - output.metrics.first_token_ts,
-        "prompt_tokens": list(output.prompt_token_ids),
+        "prompt_tokens": list(output.prompt_token_ids or ()),
         "prompt_logprobs": None if prompt is None else [
             entry[token].logprob for token, entry in zip(output.prompt_token_ids, prompt, strict=True) if entry
         ],
