@@ -320,6 +320,16 @@ def demo_cluster(directory: Path, as_json: bool) -> None:
     sys.exit(demonstration.run_cluster(directory, json=as_json))
 
 
+@main.command("demo-governance")
+@click.argument("directory", metavar="DIR", type=_DIRECTORY)
+@_JSON
+def demo_governance(directory: Path, as_json: bool) -> None:
+    """Two tenants: publish a prompt, hold a session, erase with a receipt that a stranger verifies."""
+    from perdure import demo as demonstration
+
+    sys.exit(demonstration.run_governance(directory, json=as_json))
+
+
 for _command in (
     *cli_service.COMMANDS,
     cli_sessions.sessions,
@@ -331,6 +341,9 @@ for _command in (
     cli_audit.audit,
     cli_keys.keys,
     cli_erase.erase,
+    cli_erase.hold,
+    cli_erase.unhold,
+    cli_erase.lifecycle,
     cli_cluster.cluster,
 ):
     main.add_command(_command)

@@ -270,6 +270,7 @@ class Core:
     audit: AuditLog | None = None
     sessions: Any = None  # session_heads.Sessions, which is built of this
     erasures: Any = None  # erasure.Erasures, likewise
+    holds: Any = None  # holds.Holds, likewise
     publications: Any = None  # publications.Publications, likewise
 
     def __post_init__(self) -> None:

@@ -201,6 +201,7 @@ erase_settle_s: Final = 30.0  # calls that began before an erasure are waited fo
 # --- governance -----------------------------------------------------------------------------------------------
 policy_file_bytes_max: Final = 1 * MIB
 policy_rules_entries_max: Final = 1000
+holds_entries_max: Final = 1000
 publications_entries_max: Final = 128  # of one store; a list of them fits a message
 publication_readers_entries_max: Final = 64  # tenants named by one; or all
 share_weight_ratio_max: Final = 1000

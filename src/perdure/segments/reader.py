@@ -216,7 +216,12 @@ class SegmentReader:
             fmt.expected_identity(plan.keyspaces[position], plan.keys[position], row),
             self._segments.secret(row[SEGMENT]),
         )
-        verdict = BlockStatus.DENIED if problem == fmt.OTHER_KEYSPACE else BlockStatus.CORRUPT
+        if (
+            problem == fmt.OTHER_KEYSPACE
+        ):  # of the same tenant: there is no such block in this one, and that one is whole
+            plan.statuses[position] = BlockStatus.MISSING
+            return
+        verdict = BlockStatus.CORRUPT
         if problem is None and block.sealed is not None:
             problem, verdict = self._decrypt(plan, block, block.sealed)
         elif problem is None and (tag or fmt.payload_tag(block.payload)) != fmt.header_tag(block.header):

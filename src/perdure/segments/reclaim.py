@@ -5,8 +5,8 @@ Contract
   lie; the victim is the sealed segment with the fewest bytes above it. So write amplification stays low and one hot
   block does not keep a cold segment.
 - With shares (`governance.shares`), who asks for room decides whose segments may go.
-- Pinned blocks are never dropped. A segment is drained first (no "exists" relies on it), its kept blocks are copied and
-  moved by compare-and-swap, the other records removed if unchanged, then the file is deleted.
+- Pinned blocks, and those on hold, are never dropped. A segment is drained first (no "exists" relies on it), its kept
+  blocks are copied and moved by compare-and-swap, the other records removed if unchanged, then the file is deleted.
 - If anything fails on the way nothing is lost: the segment stays, drained or not, and is tried again later. A disk that
   does not delete costs the blocks of one segment, not of all.
 - In a store that others use too, one process at a time makes room. What others used, as far as they told, counts by
@@ -117,6 +117,8 @@ class Reclaimer:
         self.counters = ReclaimCounters()
         self.shares: Shares | None = None
         self.spared: Callable[[SegmentRecord], bool] = lambda record: False  # drained by an erasure, which goes on
+        self.frozen: Callable[[], set[bytes]] = set  # tenants (ids) whose segments stay as they are
+        self.held: Callable[[], NDArray[np.uint64]] = lambda: np.zeros(0, np.uint64)  # fingerprints, as if pinned
         self.cut_tick = 0  # recency below which blocks were given up last; 0: none yet, or only released ones
 
     def make_room(self, need: int, *, tenant: bytes = b"", force: bool = False) -> bool:
@@ -165,13 +167,27 @@ class Reclaimer:
         with self._lock, self._sole() as mine:
             if not mine:
                 return 0
-            now, dropped = self._now_s(), 0
-            for record in self._table.all():
+            now, dropped, frozen = self._now_s(), 0, self.frozen()
+            for record in [one for one in self._table.all() if one.tenant not in frozen]:
                 expired = record.state is SegmentState.SEALED and 0 < record.expires_s <= now
                 cut_off = record.state is SegmentState.DRAINING and not self.spared(record)
-                if (expired or cut_off) and self._drop(record, None) is _Outcome.GONE:
+                due = cut_off or (expired and not self._all_held(record))
+                if due and self._drop(record, None) is _Outcome.GONE:
                     dropped += 1
             return dropped
+
+    def _all_held(self, record: SegmentRecord) -> bool:
+        """Then it is left as it is: its blocks would only be copied."""
+        held = self.held()
+        try:
+            return bool(len(held)) and bool(
+                np.isin(fingerprints(entry_keys(self._entries(record.segment))), held).all()
+            )
+        except OSError:
+            return True
+
+    def _staying(self) -> NDArray[np.uint64]:
+        return np.union1d(self._pinned(), self.held())
 
     def _victims(self, tenant: bytes) -> set[bytes] | None:
         """Tenants whose segments may go; None: all."""
@@ -194,10 +210,12 @@ class Reclaimer:
 
     def _choose(self, need: int, given_up: set[bytes], whose: set[bytes] | None) -> tuple[SegmentRecord, int] | None:
         """The cheapest victim and the recency above which its blocks are kept."""
+        frozen = self.frozen()
         candidates = [
             record
             for record in self._table.all()
-            if record.state is not SegmentState.OPEN
+            if record.tenant not in frozen
+            and record.state is not SegmentState.OPEN
             and record.segment not in given_up
             and (whose is None or record.tenant in whose)
         ]
@@ -210,7 +228,7 @@ class Reclaimer:
         fingerprint, ordinal, recency, expires = every
         now = self._now_s()
         recency[(expires != 0) & (expires <= now)] = 0
-        pins = self._pinned()
+        pins = self._staying()
         if len(pins):
             recency[np.isin(fingerprint, pins)] = np.iinfo(np.uint32).max
         numbers = np.array([self._table.ordinal(record.segment) for record in candidates])
@@ -315,7 +333,7 @@ class Reclaimer:
         present, records = self._index.lookup(keys)
         live = present & (records == entries["record"])
         prints = fingerprints(keys)
-        pinned = np.isin(prints, self._pinned())
+        pinned = np.isin(prints, self._staying())
         if hotter_than is None:
             keep = live & pinned
         else:

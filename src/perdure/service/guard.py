@@ -404,7 +404,7 @@ class Guard:
         q.fields = q.fields | {"tenant": tenant}
 
     def _governing(self, peer: Peer, q: m.Govern) -> None:
-        """Erasing: an operator of the tenant. A hold does not forbid to order it: it is done when the hold ends."""
+        """An operator of the tenant. A hold does not forbid to order an erasure: that waits for the hold's end."""
         action, tenant = GOVERNING.get(q.verb), q.fields.get("tenant")
         if action is None or not isinstance(tenant, str) or not tenant:
             self._service_action(peer, "administer")
