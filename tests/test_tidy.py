@@ -53,6 +53,7 @@ LAYERS = [
         "admission",
         "catalogs",
         "cluster",
+        "cold",
         "sharing",
         "tenants",
         "advice",

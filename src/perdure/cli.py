@@ -420,6 +420,10 @@ def _status_rows(answer: dict[str, Any]) -> list[tuple[str, str]]:
         ("blocks", f"{answer['blocks']}" + (" (index is being rebuilt)" if answer["index_rebuilding"] else "")),
         ("segments", ", ".join(f"{one['count']} {name}" for name, one in segments.items() if one["count"]) or "none"),
     ]
+    if answer["cold"] is not None:
+        one = answer["cold"]
+        took = f"{_size(one['bytes'])} of {_size(one['capacity_bytes'])}"
+        rows.append(("cold tier", f"{one['segments']} segments, {took} in {one['url']}"))
     rows += [
         (f"tenant {name}", f"{one['blocks']} blocks, {_size(one['kv_bytes'])} of KV in {_size(one['stored_bytes'])}")
         for name, one in answer["tenants"].items()

@@ -269,6 +269,7 @@ class Core:
     index_lost: bool = False  # the block index is being rebuilt in the background
     audit: AuditLog | None = None
     sessions: Any = None  # session_heads.Sessions, which is built of this
+    cold: Any = None  # cold.Cold, likewise
     erasures: Any = None  # erasure.Erasures, likewise
     holds: Any = None  # holds.Holds, likewise
     publications: Any = None  # publications.Publications, likewise
@@ -314,6 +315,10 @@ class Core:
             return file.size()
         finally:
             file.close()
+
+    def count_space(self) -> None:
+        for record in self.table.all():
+            self.space.settle(record.segment, self.space_of(record))
 
     def reserve_catalog_space(self) -> None:
         """Keep disk space for the catalogs that segments cannot take: making room on a full disk needs commits."""

@@ -297,6 +297,8 @@ class Erasures:
         until = time.monotonic() + limits.erase_settle_s
         while not core.tenants.settled():  # calls that began before it did
             self._pause(until, "calls from before it are still running")
+        if core.cold is not None and not core.cold.promoter.forget(tenant, limits.erase_settle_s):
+            raise OSError("blocks are on their way from the object store to the disk; tried again")
         self._seal(tenant, order, until)
         keys = self._keys.get(order.id)
         for record in [one for one in core.table.all() if one.tenant == tenant]:

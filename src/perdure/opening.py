@@ -1,8 +1,13 @@
-"""What a store remembers from one opening to the next: its capacity, its writer, whether its block index is whole."""
+"""What a store remembers from one opening to the next: its capacity, its writer, its cold tier, whether its block index
+is whole; and its roots."""
 
 from __future__ import annotations
 
+import contextlib
 import json
+import os
+from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 from perdure import limits
@@ -12,7 +17,9 @@ from perdure.core import INDEX_LOST_KEY, STORE_NAMESPACE, Core
 from perdure.errors import InvalidArgument
 from perdure.governance.audit import Event
 from perdure.inspect import keyspaces
+from perdure.io.api import Files
 from perdure.options import parse_size
+from perdure.rates import PROBE_PATH
 
 _CAPACITY_DEFAULT = "20GiB"
 _SETTINGS_KEY = b"audited settings"
@@ -69,6 +76,8 @@ def record_settings(core: Core, settings: dict[str, Any]) -> None:
     settings = settings | {"capacity": core.space.capacity, "audit": "reads" if audit.every_read else "on"}
     if core.segments.keys is not None:
         settings["encryption"] = core.segments.keys.mode
+    if core.cold is not None:
+        settings["cold"] = core.cold.tier.objects.where
     key = _SETTINGS_KEY + audit.label
     kept = core.control.get(STORE_NAMESPACE, key)
     before = json.loads(kept) if kept else {}
@@ -96,3 +105,17 @@ def take_over(control: ControlStore, owner: bytes) -> None:
     if before is not None:
         control.end_owner(before)
     control.compare_and_set(STORE_NAMESPACE, b"owner", before, owner)
+
+
+def roots_of(
+    files: Callable[[str], Files], path: Path, mirror: str | os.PathLike[str] | None, read_only: bool
+) -> list[Files]:
+    roots = [files(str(path))]
+    if not read_only:
+        with contextlib.suppress(OSError):
+            roots[0].unlink(PROBE_PATH)  # left by a process that was killed while probing
+    if mirror is not None:
+        if not read_only:
+            Path(mirror).mkdir(mode=0o700, parents=True, exist_ok=True)
+        roots.append(files(str(mirror)))
+    return roots

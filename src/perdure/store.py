@@ -27,6 +27,7 @@ from typing import Any
 
 from numpy.typing import ArrayLike
 
+from perdure import cold as cold_tier
 from perdure import directory, inspect, limits, session_admin
 from perdure.admission import Admission, Admissions, check
 from perdure.catalog.api import BlockIndex, ControlStore
@@ -41,6 +42,7 @@ from perdure.io.aio import default_engine
 from perdure.io.api import Engine, Files
 from perdure.io.files import PosixFiles
 from perdure.io.memory import Scratch
+from perdure.io.objects import Objects, ObstoreObjects
 from perdure.keeper import CLOCK_KEY, Keeper
 from perdure.keys import KeyspaceIdentity, KVLayout
 from perdure.keyspace import Keyspace
@@ -49,6 +51,7 @@ from perdure.opening import (
     check_sharing,
     index_lost_of,
     record_settings,
+    roots_of,
     segment_bytes_of,
     take_over,
 )
@@ -58,8 +61,9 @@ from perdure.prefetch import Prefetcher
 from perdure.presence import PresenceIndex
 from perdure.publications import Publications, Publishing
 from perdure.publishing import flush_pending
-from perdure.rates import PROBE_PATH, Rates
+from perdure.rates import Rates
 from perdure.segments.health import Health
+from perdure.segments.moving import Mover
 from perdure.segments.reader import SegmentReader
 from perdure.segments.reclaim import Reclaimer
 from perdure.segments.recovery import Recovery
@@ -75,7 +79,7 @@ _INDEX_BYTES_PER_PAGE = 0.1  # address space for the index: capacity in pages ti
 _FILL_WAIT_S = 30.0
 _OPTIONS = (
     "capacity", "memory", "read_only", "mirror", "admission", "codec", "catalog", "state",
-    "audit", "encryption", "kek", "seams",
+    "audit", "encryption", "kek", "cold", "cold_capacity", "seams",
 )  # fmt: skip
 
 
@@ -89,6 +93,7 @@ class Seams:
     index: Callable[[BlockIndex], BlockIndex] = lambda index: index
     control: Callable[[ControlStore], ControlStore] = lambda control: control
     pool: Callable[[int], DramPool] = DramPool
+    objects: Callable[[str], Objects] = ObstoreObjects
 
 
 class Store(Governing, Publishing):
@@ -110,9 +115,12 @@ class Store(Governing, Publishing):
         audit: str | bool = "auto",
         encryption: str = "auto",
         kek: str = "",
+        cold: str | None = None,
+        cold_capacity: int | str | None = None,
         drop_index: bool = False,
     ):
         self.path = Path(path)
+        self._cold = cold, cold_capacity
         self._codec = codec
         self._open_keys = partial(open_keystore, encryption=encryption, kek=kek)
         self._closed: str | None = None
@@ -183,7 +191,8 @@ class Store(Governing, Publishing):
         sharing = self._catalogs.sharing(control, clock, table)
         if not read_only and not shared:
             take_over(control, sharing.owner)
-        roots = _roots(seams, path, mirror, read_only)
+        roots = roots_of(seams.files, path, mirror, read_only)
+        cold = cold_tier.choice_of(control, table, *self._cold, read_only)
         keys = self._open_keys(path, secret, read_only)
         segments = SegmentStore(roots, secret, keys)
         if not read_only and not shared:
@@ -191,7 +200,7 @@ class Store(Governing, Publishing):
             keys.tidy(lambda segment: table.get(segment) is not None or segments.exists(segment))
         undo.callback(segments.close)
         tenants = Tenants(roots[0], keys, control, secret, read_only=read_only)
-        engine, scratch, pool = seams.engine(), Scratch(), seams.pool(memory_bytes)
+        engine, scratch, pool = cold_tier.engine_for(cold, seams.engine()), Scratch(), seams.pool(memory_bytes)
         undo.callback(engine.close)
         undo.callback(pool.close)
         cores = len(os.sched_getaffinity(0))
@@ -204,9 +213,9 @@ class Store(Governing, Publishing):
         reader = SegmentReader(segments, engine, scratch, pool, decode_threads=cores)
         undo.callback(reader.close)
         writer = SegmentWriter(segments, table, engine, scratch, space, clock, sharing.owner, segment_bytes)
-        recovery = Recovery(segments, table, engine, scratch, reader)
+        recovery, mover = Recovery(segments, table, engine, scratch, reader), Mover(table, index, presence, writer)
         reclaimer = Reclaimer(
-            segments, table, space, index, presence, pool, reader, writer, scratch, recovery.entries, pins.alive,
+            segments, table, space, index, presence, pool, reader, writer, mover, scratch, recovery.entries, pins.alive,
             lambda: 0 if steady.paused else int(steady.now()), lambda: _recency_ready(core),
             lambda: sharing.sole(b"room", limits.cluster_turn_s), sharing.used_elsewhere,
         )  # fmt: skip
@@ -219,8 +228,8 @@ class Store(Governing, Publishing):
             workers=ThreadPoolExecutor(cores, thread_name_prefix="perdure-codec"),
             calls=ThreadPoolExecutor(_CALL_THREADS, thread_name_prefix="perdure-call"), index_lost=index_lost,
         )  # fmt: skip
-        for record in table.all():
-            space.settle(record.segment, core.space_of(record))
+        core.count_space()
+        cold_tier.attach(core, cold, mover, seams.objects)
         if not read_only:
             core.reserve_catalog_space()
         sharing.join(core)
@@ -323,6 +332,8 @@ class Store(Governing, Publishing):
                 steps.callback(core.sharing.leave)
                 steps.callback(core.writer.close)
                 steps.callback(flush_pending, core, last=True)
+                if core.cold is not None:
+                    steps.callback(core.cold.close)
                 steps.callback(self._keeper.stop)
                 steps.callback(core.erasures.stop)
 
@@ -364,6 +375,8 @@ def open(path: str | os.PathLike[str], **options: Any) -> Store:  # noqa: A001 (
     "off"; "auto": as last time, at first off.
     encryption: of new segments: "on", "off", "tenants:NAME,NAME"; "auto": as last time, at first off. kek: what wraps
     their keys: "" (a file in DIR/keystore), "file:PATH", "vault:URL#KEY", "pkcs11:URI".
+    cold: "s3://BUCKET/PREFIX": cold segments go there instead of being evicted (`docs/cold-tier.md`); "off", "drop";
+    as last time if not given. cold_capacity: what they may take there (1 TiB).
     state: with `catalog`: local directory for what only this process may use (a lock); DIR if not given. Processes that
     share DIR, on one host or many, need one each.
     seams: clock, files, engine and catalog wrappers, for tests and benchmarks.
@@ -375,6 +388,7 @@ def open(path: str | os.PathLike[str], **options: Any) -> Store:  # noqa: A001 (
     chosen: Mapping[str, Any] = {
         "capacity": None, "memory": "256MiB", "read_only": False, "mirror": None, "admission": "always",
         "codec": "auto", "catalog": None, "state": None, "audit": "auto", "encryption": "auto", "kek": "",
+        "cold": None, "cold_capacity": None,
     } | options  # fmt: skip
     return Store(path, **{"seams": Seams(), **chosen})
 
@@ -402,18 +416,6 @@ def rebuild(
                     "mend that and run it again, or open the store: it goes on trying, and serves what it has"
                 )
         return store.status()
-
-
-def _roots(seams: Seams, path: Path, mirror: str | os.PathLike[str] | None, read_only: bool) -> list[Files]:
-    roots = [seams.files(str(path))]
-    if not read_only:
-        with contextlib.suppress(OSError):
-            roots[0].unlink(PROBE_PATH)  # left by a process that was killed while probing
-    if mirror is not None:
-        if not read_only:
-            Path(mirror).mkdir(mode=0o700, parents=True, exist_ok=True)
-        roots.append(seams.files(str(mirror)))
-    return roots
 
 
 def _recency_ready(core: Core) -> None:

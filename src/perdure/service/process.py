@@ -74,8 +74,10 @@ def build_guard(store: stores.Store, settings: Settings) -> Guard | None:
     """Raises PolicyError."""
     if settings.policy is None:
         return None
-    roots = [store.path, *([settings.mirror] if settings.mirror else [])]
     core = store.core
+    roots: list[Path | str] = [store.path, *([settings.mirror] if settings.mirror else [])]
+    if core.cold is not None:
+        roots.append(core.cold.tier.objects.where)
     secret, keys = core.root_secret, core.segments.keys
     return Guard(
         store,
@@ -104,7 +106,8 @@ def run(
         store = stores.open(
             data, capacity=settings.capacity, memory=settings.memory, mirror=settings.mirror, codec=settings.codec,
             admission=settings.admission, audit=settings.audit, encryption=settings.encryption, kek=settings.kek,
-            catalog=settings.catalog or None, state=settings.state_dir,
+            catalog=settings.catalog or None, state=settings.state_dir, cold=settings.cold,
+            cold_capacity=settings.cold_capacity,
             seams=stores.Seams(pool=lambda nbytes: shared_pool(nbytes, huge=settings.hugepages)),
         )  # fmt: skip
         with contextlib.ExitStack() as started:
