@@ -76,3 +76,19 @@ def test_two_tensor_ranks_restore_exactly(
     with offline(llm("llama", models, block_size=32), transfer=patient) as third:
         [other] = third.generate([tokens], max_tokens=TOKENS)
     assert other.cached_tokens == 0
+
+
+def test_prompts_of_embeddings(offline: Callable[..., OfflineEngine], service: ServiceProcess, models: Path) -> None:
+    """Restored by their bytes, and never taken for others of the same length."""
+    rng = random.Random(3)
+    one, other = ({"prompt_embeds": [[rng.gauss(0, 1) for _ in range(128)] for _ in range(300)]} for _ in range(2))
+    arguments = llm("llama", models, block_size=32, enable_prompt_embeds=True)
+    with offline(arguments, transfer=transfer(service)) as first:
+        [cold] = first.generate([one], max_tokens=TOKENS)
+        wait_stored(service, 9)
+    with offline(arguments, transfer=transfer(service, **PATIENT)) as second:
+        [stranger] = second.generate([other], max_tokens=TOKENS)
+        [restored] = second.generate([one], max_tokens=TOKENS)
+    assert (stranger.cached_tokens, restored.cached_tokens) == (0, 288)
+    assert same(cold, restored)
+    assert not same(cold, stranger)

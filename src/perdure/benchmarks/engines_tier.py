@@ -11,6 +11,8 @@ Contract
   model). Perdure verifies every block; the `fs` tier keeps no checksums. Other outputs of an arm are a WrongResult.
 - A restore's own time is its TTFT less the shortest TTFT of a local prefix hit in the same engine.
 - Runs on a CPU, so the forward pass of the last tokens is most of a TTFT.
+- vLLM's `obj` tier is not measured: it needs NIXL with its OBJ plugin and an S3 server, which vLLM's environment here
+  does not have.
 """
 
 from __future__ import annotations

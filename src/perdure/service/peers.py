@@ -185,12 +185,20 @@ class Peer:
 
     def expire(self) -> None:
         """End what was granted for copying and never given back; pins whose time is over."""
+        if self.pins:
+            self._expire_pins()
         if not self._grants:
             return
         now = time.monotonic()
         with self.lock:
             over = [number for number, one in self._grants.items() if not one.view and now > one.deadline]
         self.end_grants(over)
+
+    def _expire_pins(self) -> None:
+        now = self.core.clock.boottime()
+        for number, pin in list(self.pins.items()):  # one by one: it may be given back meanwhile
+            if now > pin.deadline_s and self.pins.pop(number, None) is not None:
+                pin.release()
 
     # --- leases
     def hold(self, lease: Lease) -> None:

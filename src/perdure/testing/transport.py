@@ -288,6 +288,14 @@ class TransportConformance:
         until(lambda: client.status()["pins"] == 0)
         until(lambda: mine.reserve(chain(mine, 2, 1)) is not None)
 
+    def test_a_pin_ends_at_its_time_while_its_client_stays(self, client: RemoteStore) -> None:
+        space = keyspace(client)
+        space.pin(chain(space, 1, 4), ttl_s=0.2)
+        lasting = space.pin(chain(space, 2, 4), ttl_s=600)
+        until(lambda: [one["pins"] for one in client.service_status()["clients"]] == [1])
+        assert client.status()["pins"] == 1
+        assert lasting.release()
+
     def test_a_forked_child_is_told_to_connect_by_itself(self, client: RemoteStore) -> None:
         space = keyspace(client)
         keys = chain(space, 1, 2)

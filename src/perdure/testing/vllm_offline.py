@@ -54,7 +54,9 @@ class Generated:
 
 
 class OfflineEngine(ProcessGroup):
-    """llm: arguments of `vllm.LLM`. Made when the model is loaded, unless `wait` is false: then `wait_ready` waits."""
+    """llm: arguments of `vllm.LLM`. Made when the model is loaded, unless `wait` is false: then `wait_ready` waits.
+
+    within: a command that ends in running another one (`unshare --mount`), to run the engine by."""
 
     def __init__(
         self,
@@ -64,9 +66,10 @@ class OfflineEngine(ProcessGroup):
         transfer: dict[str, Any] | None = None,
         environment: Mapping[str, str | None] | None = None,
         wait: bool = True,
+        within: Sequence[str] = (),
     ) -> None:
         super().__init__(
-            [sys.executable, "-m", __name__], log, environment=environment,
+            [*within, sys.executable, "-m", __name__], log, environment=environment,
             streams={"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True},
         )  # fmt: skip
         self._lines: SimpleQueue[str] = SimpleQueue()
@@ -243,7 +246,7 @@ def _answer(output: Any) -> dict[str, Any]:
         "finish": one.finish_reason,
         "first_token_s": getattr(output.metrics, "first_token_latency", None),
         "decode_s": None if output.metrics is None else output.metrics.last_token_ts - output.metrics.first_token_ts,
-        "prompt_tokens": list(output.prompt_token_ids),
+        "prompt_tokens": list(output.prompt_token_ids or ()),
         "prompt_logprobs": None if prompt is None else [
             entry[token].logprob for token, entry in zip(output.prompt_token_ids, prompt, strict=True) if entry
         ],
