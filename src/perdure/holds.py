@@ -28,6 +28,7 @@ from perdure.errors import InvalidArgument
 from perdure.governance.audit import Event
 from perdure.selection import About, blocks_of, is_of, sessions_of
 from perdure.session_form import Head
+from perdure.tenants import cannot_be_read
 
 FOLDER: Final = "control/holds"
 
@@ -51,14 +52,17 @@ class Holds:
     """Of one store. Thread-safe."""
 
     def __init__(self, core: Core):
-        """Raises OSError."""
+        """Raises StorePathError."""
         self._core, self._lock = core, threading.Lock()
         self._all: dict[str, Hold] = {}
         self._known: dict[str, tuple[list[tuple[bytes, int]], NDArray[np.uint64]]] = {}
-        for name in core.files.list(FOLDER):
-            stem, _, kind = name.partition(".")
-            if kind == "hold":
-                self._all[stem] = msgspec.json.decode(core.files.read(f"{FOLDER}/{name}"), type=Hold)
+        try:
+            for name in core.files.list(FOLDER):
+                stem, _, kind = name.partition(".")
+                if kind == "hold":
+                    self._all[stem] = msgspec.json.decode(core.files.read(f"{FOLDER}/{name}"), type=Hold)
+        except OSError as error:
+            raise cannot_be_read(core.path, FOLDER, error) from error
 
     def __bool__(self) -> bool:
         return bool(self._all)
