@@ -44,6 +44,7 @@ from perdure.keys import key_list
 from perdure.pool.dram import DramPool, Slot
 from perdure.presence import PresenceIndex
 from perdure.rates import Rates
+from perdure.segments.copies import Copies
 from perdure.segments.health import Health
 from perdure.segments.reader import SegmentReader
 from perdure.segments.reclaim import Reclaimer
@@ -222,6 +223,12 @@ class Unreadable:
             for name in names:
                 self._records.pop(name, None)
 
+    def take(self) -> tuple[KeyArray, RecordArray]:
+        """All of them, which are given another try."""
+        with self._lock:
+            records, self._records = self._records, {}
+        return as_keys(records), np.frombuffer(b"".join(records.values()), RECORD)
+
     def __bool__(self) -> bool:
         return bool(self._records)
 
@@ -267,6 +274,7 @@ class Core:
     index_lost: bool = False  # the block index is being rebuilt in the background
     audit: AuditLog | None = None
     sessions: Any = None  # session_heads.Sessions, which is built of this
+    copies: Copies | None = None  # of a store with several roots
 
     def __post_init__(self) -> None:
         self.pending = Pending()
@@ -309,6 +317,27 @@ class Core:
             return file.size()
         finally:
             file.close()
+
+    def set_aside(self, key: KeyArray, row: tuple[Any, ...]) -> None:
+        """A block in a root that is away: missing, and gives way to a new copy, until the root is back."""
+        self.unreadable.add(key.tobytes(), np.array([row], RECORD).tobytes())
+        self.presence.remove(fingerprints(key))
+        self.pool.drop(key)
+        self.counters.add(blocks_away=1)
+
+    def readmit(self) -> None:
+        """A root is back in service: what could not be read is worth another try. Raises CatalogError."""
+        keys, records = self.unreadable.take()
+        present, current = self.index.lookup(keys)
+        same = present & (current == records)
+        there = records[same]
+        self.presence.insert(
+            fingerprints(keys[same]),
+            segment=np.fromiter(map(self.table.ordinal, there["segment"].tolist()), np.uint32, len(there)),
+            recency=self.tick(),
+            expires_s=np.ascontiguousarray(there["expires_s"]),
+            only_absent=True,
+        )
 
     def reserve_catalog_space(self) -> None:
         """Keep disk space for the catalogs that segments cannot take: making room on a full disk needs commits."""
