@@ -39,7 +39,7 @@ help:
 	@echo 'make demo-cluster three hosts (as root): compute on one, kill it, go on on the second, fork on the third'
 	@echo 'make cluster-up   a Valkey Cluster and three services on one directory (.cluster), all on this machine'
 	@echo 'make cluster-down stop them; .cluster keeps what they have stored'
-	@echo 'make tools        optional system packages (fio, loop mounts, network namespaces); as root through apt-get'
+	@echo 'make tools        optional system packages (fio, loop mounts, network namespaces, SoftHSM); as root through apt-get'
 	@echo 'make constraints  resolve the development environment anew and pin it'
 	@echo 'make clean        remove everything that make made'
 
@@ -90,6 +90,7 @@ tools:
 	command -v losetup >/dev/null || missing+=' mount'; \
 	command -v ip >/dev/null || missing+=' iproute2'; \
 	command -v nft >/dev/null || missing+=' nftables'; \
+	command -v softhsm2-util >/dev/null || missing+=' softhsm2'; \
 	if [ -z "$$missing" ]; then exit 0; fi; \
 	if [ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null; then \
 	  echo "== installing$$missing"; \

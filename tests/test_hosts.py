@@ -48,6 +48,14 @@ def test_packets_are_counted_where_they_arrive(net: Network) -> None:
     assert net.packets("two", "one") == net.packets("one", "three") == net.packets("three", "two") == 0
 
 
+def test_the_counters_are_proved_by_datagrams_that_arrive(net: Network) -> None:
+    proof = net.prove(["one", "two", "three"])
+    assert proof.counted == proof.sent == net.packets_among(["one", "two", "three"]) == 6 * net.packets("one", "three")
+    net.cut("one", "two")
+    with pytest.raises(TimeoutError):
+        net.prove(["one", "two"])
+
+
 def test_a_cut_is_one_way_and_can_be_mended(net: Network) -> None:
     net.cut("one", "two")
     assert [arrives(net, "one", "two"), arrives(net, "two", "one"), arrives(net, "three", "two")] == [0, 3, 3]

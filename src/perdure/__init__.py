@@ -43,6 +43,8 @@ if TYPE_CHECKING:
     from perdure.io.memory import aligned_buffer as aligned_buffer
     from perdure.keys import KVLayout as KVLayout
     from perdure.keyspace import Keyspace as Keyspace
+    from perdure.placement import prefer as prefer
+    from perdure.placement import rendezvous as rendezvous
     from perdure.reports import ReadReport as ReadReport
     from perdure.reports import WriteReport as WriteReport
     from perdure.reports import WriteStatus as WriteStatus
@@ -68,6 +70,7 @@ _HOME = {
     "io.memory": ("aligned_buffer",),
     "keys": ("KVLayout",),
     "advice": ("Advice",),
+    "placement": ("prefer", "rendezvous"),
     "keyspace": ("Keyspace",),
     "reports": ("ReadReport", "WriteReport", "WriteStatus"),
     "service.client": ("RemoteStore", "connect"),

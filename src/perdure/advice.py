@@ -13,6 +13,7 @@ from perdure.rates import Rates
 @dataclass(frozen=True, slots=True)
 class Advice:
     """blocks: leading blocks worth loading. load_s, recompute_s: for all that are there; reason: the numbers behind it.
+    stored: leading blocks that are there, in_memory: how many of these are in this host's memory (`placement.prefer`).
 
     An estimate from what was measured, not a promise."""
 
@@ -20,6 +21,8 @@ class Advice:
     load_s: float
     recompute_s: float
     reason: str
+    stored: int = 0
+    in_memory: int = 0
 
 
 def advise(
@@ -40,7 +43,7 @@ def advise(
     recompute_s = count * block_tokens / prefill_tokens_per_s
     disk, memory = rates.disk_read, rates.memory_read
     if not disk.calls and not memory.calls:
-        return Advice(count, 0.0, recompute_s, "no read has been measured yet")
+        return Advice(count, 0.0, recompute_s, "no read has been measured yet", count, int(in_memory.sum()))
     on_disk = np.concatenate([[0], np.cumsum(~in_memory)])
     per_disk, per_memory = (block_bytes / rate.bytes_per_s if rate.calls else 0.0 for rate in (disk, memory))
     queue_s = rates.reading_bytes / disk.bytes_per_s if disk.calls else 0.0
@@ -55,4 +58,4 @@ def advise(
         f"{rates.reading_bytes / 1e6:.0f} MB, takes {load[-1]:.3f} s, computing them at {prefill_tokens_per_s:.0f} "
         f"tokens/s {recompute_s:.3f} s{limit}: load {best}"
     )
-    return Advice(best, float(load[-1]), recompute_s, reason)
+    return Advice(best, float(load[-1]), recompute_s, reason, count, int(in_memory.sum()))

@@ -22,6 +22,7 @@ from perdure import (
     cli_isolation,
     cli_keys,
     cli_policy,
+    cli_publish,
     cli_service,
     cli_sessions,
 )
@@ -318,6 +319,7 @@ def demo_cluster(directory: Path, as_json: bool) -> None:
 for _command in (
     *cli_service.COMMANDS,
     cli_sessions.sessions,
+    *cli_publish.COMMANDS,
     cli_engine.engine,
     cli_engine.engine_check,
     cli_policy.policy,

@@ -17,7 +17,9 @@ def keys() -> None:
 
 @keys.command()
 @click.argument("directory", metavar="DIR", type=click.Path(path_type=Path))
-@click.option("--kek", metavar="WHERE", default="", help="As the store is opened with: file:PATH or vault:URL#KEY.")
+@click.option(
+    "--kek", metavar="WHERE", default="", help="As the store is opened with: file:PATH, vault:URL#KEY or pkcs11:URI."
+)
 def rotate(directory: Path, kek: str) -> None:
     """Wrap every tenant's key by a new key, and destroy the old one. No data is rewritten."""
     from perdure import store

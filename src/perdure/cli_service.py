@@ -36,7 +36,7 @@ _FLAGS = (  # option, metavar, help; the key is the option's name. Values are ch
     ("--admission", "MODE", "Which blocks are stored: always, never, value (reuse against wear)."),
     ("--audit", "MODE", "Audit log: auto (as last time, at first off), off, on, reads (every read by message)."),
     ("--encryption", "MODE", "Encrypt new segments: auto (as last time, at first off), on, off, tenants:NAME,NAME."),
-    ("--kek", "WHERE", "What wraps the keys: file:PATH or vault:URL#KEY."),
+    ("--kek", "WHERE", "What wraps the keys: file:PATH, vault:URL#KEY or pkcs11:URI."),
     ("--cpus", "LIST", "CPUs the service may use, for example 0-3,7."),
     ("--nice", "NUMBER", "Scheduling priority, -20 to 19."),
     ("--log-level", "LEVEL", "debug, info, warning or error."),

@@ -32,7 +32,7 @@ def sessions() -> None:
 @_JSON
 def list_(directory: Path, tenant: str | None, as_json: bool) -> None:
     """All sessions that are not over."""
-    found = _with(directory, lambda store: store.sessions(tenant), read_only=True)
+    found = with_store(directory, lambda store: store.sessions(tenant), read_only=True)
     if as_json:
         click.echo(json.dumps(found, indent=2))
         return
@@ -87,7 +87,7 @@ def expire(directory: Path, name: str, ttl_s: float, tenant: str | None, as_json
 def _admin(
     directory: Path, verb: str, fields: dict[str, Any], as_json: bool, *, read_only: bool = False
 ) -> list[dict[str, Any]]:
-    told: list[dict[str, Any]] = _with(
+    told: list[dict[str, Any]] = with_store(
         directory, lambda store: store.session_admin(verb, fields)["sessions"], read_only=read_only
     )
     if as_json:
@@ -101,7 +101,7 @@ def _admin(
     return told
 
 
-def _with(directory: Path, ask: Callable[[Any], Any], *, read_only: bool) -> Any:
+def with_store(directory: Path, ask: Callable[[Any], Any], *, read_only: bool) -> Any:
     """The answer of the store's service, or of the store itself where none runs."""
     from perdure import store
     from perdure.errors import ServiceUnavailable

@@ -223,11 +223,16 @@ class Unreadable:
             for name in names:
                 self._records.pop(name, None)
 
-    def take(self) -> tuple[KeyArray, RecordArray]:
-        """All of them, which are given another try."""
+    def all(self) -> tuple[KeyArray, RecordArray]:
         with self._lock:
-            records, self._records = self._records, {}
+            records = dict(self._records)
         return as_keys(records), np.frombuffer(b"".join(records.values()), RECORD)
+
+    def forget(self, keys: KeyArray) -> None:
+        """They are given another try."""
+        with self._lock:
+            for key in keys:
+                self._records.pop(key.tobytes(), None)
 
     def __bool__(self) -> bool:
         return bool(self._records)
@@ -274,6 +279,7 @@ class Core:
     index_lost: bool = False  # the block index is being rebuilt in the background
     audit: AuditLog | None = None
     sessions: Any = None  # session_heads.Sessions, which is built of this
+    publications: Any = None  # publications.Publications, likewise
     copies: Copies | None = None  # of a store with several roots
 
     def __post_init__(self) -> None:
@@ -327,8 +333,9 @@ class Core:
 
     def readmit(self) -> None:
         """A root is back in service: what could not be read is worth another try. Raises CatalogError."""
-        keys, records = self.unreadable.take()
+        keys, records = self.unreadable.all()
         present, current = self.index.lookup(keys)
+        self.unreadable.forget(keys)
         same = present & (current == records)
         there = records[same]
         self.presence.insert(

@@ -71,6 +71,7 @@ class Keyspace(SessionVerbs):
         self.digest, self.shared_digest = digests.digest, digests.shared
         self.codec, self.admission = Encoder(codec, identity.layout.element_bytes), admissions.of(self)
         self.audited = True  # its reads and writes are recorded, where there is a log
+        self.reads_published = True  # other tenants' published prefixes are found too
         need = record_bytes(self.layout.block_bytes)
         if not core.read_only and need > core.writer.segment_bytes:
             raise InvalidArgument(
@@ -99,14 +100,14 @@ class Keyspace(SessionVerbs):
         """Leading blocks that can be used. Reads no data: `read` has the last word."""
         self._check()
         array = naming.check_keys(keys)
-        found = reading.lookup(self._core, array)
+        found = reading.lookup(self._core, self._stored(array))
         self.admission.asked(array, found)
         return found
 
     def present(self, keys: KeyArray | Sequence[bytes]) -> NDArray[np.bool_]:
         """Which blocks are stored, per key."""
         self._check()
-        return reading.present_mask(self._core, naming.check_keys(keys))
+        return reading.present_mask(self._core, self._stored(naming.check_keys(keys)))
 
     def advise(
         self, keys: KeyArray | Sequence[bytes], *, prefill_tokens_per_s: float, deadline_s: float | None = None
@@ -124,9 +125,21 @@ class Keyspace(SessionVerbs):
         core = self._core
         there = array[: self.lookup(array)]
         return advise(
-            np.array(core.pool.holds(there), bool), core.rates, block_bytes=self.layout.block_bytes,
+            np.array(core.pool.holds(self._stored(there)), bool), core.rates, block_bytes=self.layout.block_bytes,
             block_tokens=self.layout.block_tokens, prefill_tokens_per_s=prefill_tokens_per_s, deadline_s=limit,
         )  # fmt: skip
+
+    def _stored(self, keys: KeyArray) -> KeyArray:
+        """The names under which `keys` are stored: others for published blocks that it has not stored itself."""
+        publications = self._core.publications
+        stored: KeyArray = publications.resolved(self, keys) if publications else keys
+        return stored
+
+    def published(self, keys: KeyArray) -> list[int]:
+        """Positions of the blocks that only a publication of another tenant may have."""
+        publications = self._core.publications
+        found: list[int] = publications.elsewhere(self, keys) if publications else []
+        return found
 
     # --- moving blocks
     def read(
@@ -247,7 +260,7 @@ class Keyspace(SessionVerbs):
     def following(self, keys: KeyArray | Sequence[bytes], known: int) -> flight.Following:
         """What `follow` waits for, for who cannot block a thread."""
         self._check()
-        return flight.Following(self._core, naming.check_keys(keys), check_known(known))
+        return flight.Following(self._core, self._stored(naming.check_keys(keys)), check_known(known))
 
     def end_lease(self, lease: Lease) -> bool:
         """Give a lease back; False if it had been lost."""

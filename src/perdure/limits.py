@@ -204,6 +204,8 @@ key_retry_s: Final = 1.0  # a key service that did not answer is left alone so l
 # --- governance -----------------------------------------------------------------------------------------------
 policy_file_bytes_max: Final = 1 * MIB
 policy_rules_entries_max: Final = 1000
+publications_entries_max: Final = 128  # of one store; a list of them fits a message
+publication_readers_entries_max: Final = 64  # tenants named by one; or all
 share_weight_ratio_max: Final = 1000
 token_bytes_max: Final = 16 * KIB
 token_leeway_s_max: Final = 120.0  # clocks that differ by more are wrong

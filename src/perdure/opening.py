@@ -6,24 +6,31 @@ import json
 from typing import Any
 
 from perdure import limits
-from perdure.catalog.api import ControlStore
+from perdure.catalog.api import ControlStore, Durability
 from perdure.catalogs import Catalogs
 from perdure.core import INDEX_LOST_KEY, STORE_NAMESPACE, Core
 from perdure.errors import InvalidArgument
 from perdure.governance.audit import Event
 from perdure.inspect import keyspaces
+from perdure.io.roots import Roots
 from perdure.options import parse_size
+from perdure.segments.copies import Copies
 
 _CAPACITY_DEFAULT = "20GiB"
 _SETTINGS_KEY = b"audited settings"
 
 
-def check_sharing(catalog: str | None, state: object, audit: str | bool, encryption: str) -> None:
+def check_sharing(catalog: str | None, state: object, audit: str | bool, encryption: str, roots: object = None) -> None:
     """What goes with a cluster's catalog, where processes share a directory, and without. Raises InvalidArgument."""
     if catalog is None:
         if state is not None:
             raise InvalidArgument("state=...: only a store whose catalog is a cluster has a state directory of its own")
         return
+    if roots:
+        raise InvalidArgument(
+            f"roots={roots!r}: the processes that share a directory would have to agree on its roots, which is not "
+            "built yet; leave roots out, or leave `catalog` out"
+        )
     for name, value in (("audit", audit), ("encryption", encryption)):
         if value not in ("auto", "off", False):
             raise InvalidArgument(
@@ -95,6 +102,21 @@ def record_settings(core: Core, settings: dict[str, Any]) -> None:
 
     if core.segments.keys is not None:
         core.segments.keys.tell = tell
+
+
+def tend_copies(core: Core, roots: Roots | None) -> None:
+    """Over several roots: let second copies be tended, and ask only segments that have some for theirs."""
+    if roots is None:
+        return
+
+    def mirrored(segment: bytes) -> bool:
+        record = core.table.get(segment)
+        return record is None or record.durability == Durability.RETAINED
+
+    roots.mirrored = mirrored
+    core.copies = Copies(
+        roots, core.segments, core.table, core.recovery, core.reader, core.engine, core.scratch, core.counters.add
+    )
 
 
 def take_over(control: ControlStore, owner: bytes) -> None:

@@ -108,6 +108,9 @@ def read(
     if count:
         _from_memory(core, space, keys, destinations, report)
         from_disk(core, space, keys, destinations, deadline, direct, report)
+        elsewhere = space.published(keys)
+        if elsewhere:
+            core.publications.deliver(space, keys, destinations, elsewhere, deadline, direct, report)
     finish(core, space, keys, report, started)
     return report
 

@@ -16,6 +16,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import shutil
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -28,6 +29,7 @@ from perdure.errors import FormatError, InvalidArgument, StorePathError
 from perdure.io.api import Files
 from perdure.io.files import PosixFiles
 from perdure.io.roots import Root, Roots
+from perdure.rates import PROBE_PATH
 
 LIST: Final = "roots.json"
 MARK: Final = "perdure-root.json"
@@ -64,11 +66,13 @@ def arrange(
     Raises InvalidArgument, FormatError (another store's, or twice the same), StorePathError."""
     numbers = before = known(path)
     for one in given or ():
-        numbers = _admitted(path, identity, Path(os.path.abspath(one)), numbers, read_only=read_only)
+        numbers = _admitted(path, identity, Path(one).resolve(), numbers, read_only=read_only)
     if not numbers:
         return None
     if len(numbers) >= limits.roots_entries_max:
-        raise InvalidArgument(f"{len(numbers)} roots: {limits.roots_entries_max - 1} beside the store's directory, at most")
+        raise InvalidArgument(
+            f"{len(numbers)} roots: {limits.roots_entries_max - 1} beside the store's directory, at most"
+        )
     if numbers != before and not read_only:
         _remember(path, numbers)
     return Roots(
@@ -79,6 +83,39 @@ def arrange(
         ],
         clock=clock,
     )
+
+
+def namespaces(
+    path: Path,
+    identity: Identity,
+    *,
+    mirror: PathLike | None,
+    given: Sequence[PathLike] | None,
+    read_only: bool,
+    files: Callable[[str], Files],
+    clock: Callable[[], float],
+) -> tuple[Sequence[Files], Roots | None]:
+    """Where a store's segments lie, and then the second copies of `retained` ones, if anywhere. Raises as `arrange`."""
+    roots = arrange(path, identity, given, read_only=read_only, files=files, clock=clock)
+    if roots is not None and mirror is not None:
+        raise InvalidArgument(
+            f"mirror={str(mirror)!r}: over several roots every retained block is in two of them already; leave it out"
+        )
+    places: list[Files] = [files(str(path))] if roots is None else [roots, roots.second]
+    if not read_only:
+        with contextlib.suppress(OSError):
+            places[0].unlink(PROBE_PATH)  # left by a process that was killed while probing
+    if mirror is not None:
+        if not read_only:
+            Path(mirror).mkdir(mode=0o700, parents=True, exist_ok=True)
+        places.append(files(str(mirror)))
+    return places, roots
+
+
+def total_bytes(path: Path, roots: Roots | None) -> int:
+    """Size of the file systems that segments may lie on."""
+    places = [str(path)] if roots is None else [root.path for root in roots.roots if not root.away]
+    return sum({os.stat(place).st_dev: shutil.disk_usage(place).total for place in places}.values())
 
 
 def absence(where: Path, store: str, number: int) -> str:
@@ -97,7 +134,7 @@ def absence(where: Path, store: str, number: int) -> str:
 def replace(path: Path, number: int, where: Path) -> None:
     """An empty directory in the place of a root whose device is lost: what lay there is gone, retained blocks are
     copied into it from their other root. The store must not be open. Raises as `arrange`, and StoreLocked."""
-    where = Path(os.path.abspath(where))
+    where = where.resolve()
     identity = prepare(path, create=False, clock=SystemClock())
     lock = WriterLock(path, SystemClock())
     try:

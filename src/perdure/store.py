@@ -15,10 +15,9 @@ from __future__ import annotations
 import atexit
 import contextlib
 import os
-import shutil
 import struct
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
@@ -40,6 +39,7 @@ from perdure.io.aio import default_engine
 from perdure.io.api import Engine, Files
 from perdure.io.files import PosixFiles
 from perdure.io.memory import Scratch
+from perdure.io.roots import Roots, noting
 from perdure.keeper import CLOCK_KEY, Keeper
 from perdure.keys import KeyspaceIdentity, KVLayout
 from perdure.keyspace import Keyspace
@@ -50,13 +50,16 @@ from perdure.opening import (
     record_settings,
     segment_bytes_of,
     take_over,
+    tend_copies,
 )
 from perdure.options import parse_size, refuse_unknown
 from perdure.pool.dram import DramPool
 from perdure.prefetch import Prefetcher
 from perdure.presence import PresenceIndex
+from perdure.publications import Publications, Publishing
 from perdure.publishing import flush_pending
-from perdure.rates import PROBE_PATH, Rates
+from perdure.rates import Rates
+from perdure.roots import namespaces, total_bytes
 from perdure.segments.health import Health
 from perdure.segments.reader import SegmentReader
 from perdure.segments.reclaim import Reclaimer
@@ -71,7 +74,7 @@ _CALL_THREADS = 4
 _INDEX_BYTES_PER_PAGE = 0.1  # address space for the index: capacity in pages times this, generously
 _FILL_WAIT_S = 30.0
 _OPTIONS = (
-    "capacity", "memory", "read_only", "mirror", "admission", "codec", "catalog", "state",
+    "capacity", "memory", "read_only", "mirror", "roots", "admission", "codec", "catalog", "state",
     "audit", "encryption", "kek", "seams",
 )  # fmt: skip
 
@@ -88,7 +91,7 @@ class Seams:
     pool: Callable[[int], DramPool] = DramPool
 
 
-class Store:
+class Store(Publishing):
     """One open directory. Made by `perdure.open`."""
 
     def __init__(
@@ -107,6 +110,7 @@ class Store:
         audit: str | bool = "auto",
         encryption: str = "auto",
         kek: str = "",
+        roots: Sequence[str | os.PathLike[str]] | None = None,
         drop_index: bool = False,
     ):
         self.path = Path(path)
@@ -115,7 +119,7 @@ class Store:
         self._closed: str | None = None
         self._spaces: dict[bytes, Keyspace] = {}
         memory_bytes = parse_size(memory, "memory")
-        check_sharing(catalog, state, audit, encryption)
+        check_sharing(catalog, state, audit, encryption, roots)
         identity = directory.prepare(self.path, create=not read_only, clock=seams.clock, catalog=kind_of(catalog))
         with contextlib.ExitStack() as undo:
             self._lock = None
@@ -134,7 +138,9 @@ class Store:
                 undo.callback(self._lock.close)
             self._catalogs = open_catalogs(catalog, self.path, identity, read_only=read_only)
             undo.callback(self._catalogs.close)
-            self._core = self._assemble(identity, capacity, memory_bytes, read_only, mirror, seams, drop_index, undo)
+            places = partial(namespaces, self.path, identity, mirror=mirror, given=roots, read_only=read_only,
+                            files=seams.files, clock=seams.clock.boottime)  # fmt: skip
+            self._core = self._assemble(identity, capacity, memory_bytes, read_only, places, seams, drop_index, undo)
             self._catalogs.watch(self._core.waiters)
             if not read_only:
                 self._core.audit = open_log(self.path, identity.store, self._core.root_secret, seams.clock.wall, audit)
@@ -144,6 +150,7 @@ class Store:
             undo.pop_all()
         self._prefetcher = Prefetcher(self._core)
         self._core.sessions = Sessions(self._core, self._check, self._prefetcher)
+        self._core.publications = Publications(self._core, self._check)
         self._admissions = Admissions(admission, self._core.clock.boottime, self._core.kept_s)
         self._keeper = Keeper(self._core)
         if not read_only:
@@ -156,7 +163,7 @@ class Store:
         capacity: int | str | None,
         memory_bytes: int,
         read_only: bool,
-        mirror: str | os.PathLike[str] | None,
+        place: Callable[[], tuple[Sequence[Files], Roots | None]],
         seams: Seams,
         drop_index: bool,
         undo: contextlib.ExitStack,
@@ -175,19 +182,19 @@ class Store:
         sharing = self._catalogs.sharing(control, clock, table)
         if not read_only and not shared:
             take_over(control, sharing.owner)
-        roots = _roots(seams, path, mirror, read_only)
+        places, roots = place()
         keys = self._open_keys(path, secret, read_only)
-        segments = SegmentStore(roots, secret, keys)
+        segments = SegmentStore(places, secret, keys)
         if not read_only and not shared:
             # a file without a record, too: of a control store that is older than it, nothing may be made unreadable
             keys.tidy(lambda segment: table.get(segment) is not None or segments.exists(segment))
         undo.callback(segments.close)
-        engine, scratch, pool = seams.engine(), Scratch(), seams.pool(memory_bytes)
+        engine, scratch, pool = noting(seams.engine(), roots), Scratch(), seams.pool(memory_bytes)
         undo.callback(engine.close)
         undo.callback(pool.close)
         cores = len(os.sched_getaffinity(0))
         # On a disk smaller than the capacity, too, reclaim needs a choice of segments.
-        segment_bytes = segment_bytes_of(min(capacity_bytes, shutil.disk_usage(path).total))
+        segment_bytes = segment_bytes_of(min(capacity_bytes, total_bytes(path, roots)))
         space = SpaceBudget(capacity_bytes, kept_back_bytes(capacity_bytes, segment_bytes))
         presence, pins = PresenceIndex(), Pins(control, clock, sharing.owner, shared=shared)
         seen = control.get(STORE_NAMESPACE, CLOCK_KEY)
@@ -203,13 +210,14 @@ class Store:
         )  # fmt: skip
         core = Core(
             path=path, identity=identity, read_only=read_only, owner=sharing.owner, root_secret=secret, clock=clock,
-            steady=steady, files=roots[0], engine=engine, scratch=scratch, index=index, control=control, table=table,
+            steady=steady, files=places[0], engine=engine, scratch=scratch, index=index, control=control, table=table,
             segments=segments, space=space, presence=presence, pool=pool, reader=reader, writer=writer,
             reclaimer=reclaimer, recovery=recovery, health=Health(clock),
             sharing=sharing, pins=pins, incidents=Incidents(control, steady.now), rates=Rates(),
             workers=ThreadPoolExecutor(cores, thread_name_prefix="perdure-codec"),
             calls=ThreadPoolExecutor(_CALL_THREADS, thread_name_prefix="perdure-call"), index_lost=index_lost,
         )  # fmt: skip
+        tend_copies(core, roots)
         for record in table.all():
             space.settle(record.segment, core.space_of(record))
         if not read_only:
@@ -243,6 +251,7 @@ class Store:
         inspect.register(self._core, space)
         self._spaces[space.digest] = space
         self._prefetcher.know(space)
+        self._core.publications.prepare(space)
         return space
 
     def sessions(self, tenant: str | None = None) -> list[dict[str, Any]]:
@@ -358,13 +367,15 @@ def open(path: str | os.PathLike[str], **options: Any) -> Store:  # noqa: A001 (
     memory: bytes or text: DRAM tier of this process ("256MiB"); 0 switches it off.
     read_only: look and read beside a writer; nothing is changed.
     mirror: second directory, for `retained` durability.
+    roots: more directories for segments, one per device; those from the last time are kept. A new block goes where most
+    space is free, a `retained` one into two of them.
     admission: which blocks are worth storing: "always", "never", "value" (by expected value, learned; `ValueAdmission`
     with other prices), or a function (`AdmissionRequest` -> mask). codec: default of keyspaces ("auto", "on", "off").
     catalog: "valkey://h1,h2,h3" for a Valkey Cluster in place of LMDB in the directory; see `perdure.catalogs`.
     audit: "on": keep an audit log in DIR/audit; "reads": and let no engine read memory unseen; "off"; "auto": as last
     time, at first off.
     encryption: of new segments: "on", "off", "tenants:NAME,NAME"; "auto": as last time, at first off. kek: what wraps
-    their keys: "" (a file in DIR/keystore), "file:PATH", "vault:URL#KEY".
+    their keys: "" (a file in DIR/keystore), "file:PATH", "vault:URL#KEY", "pkcs11:URI".
     state: with `catalog`: local directory for what only this process may use (a lock); DIR if not given. Processes that
     share DIR, on one host or many, need one each.
     seams: clock, files, engine and catalog wrappers, for tests and benchmarks.
@@ -403,18 +414,6 @@ def rebuild(
                     "mend that and run it again, or open the store: it goes on trying, and serves what it has"
                 )
         return store.status()
-
-
-def _roots(seams: Seams, path: Path, mirror: str | os.PathLike[str] | None, read_only: bool) -> list[Files]:
-    roots = [seams.files(str(path))]
-    if not read_only:
-        with contextlib.suppress(OSError):
-            roots[0].unlink(PROBE_PATH)  # left by a process that was killed while probing
-    if mirror is not None:
-        if not read_only:
-            Path(mirror).mkdir(mode=0o700, parents=True, exist_ok=True)
-        roots.append(seams.files(str(mirror)))
-    return roots
 
 
 def _recency_ready(core: Core) -> None:

@@ -32,11 +32,13 @@ _FOUND, _MISSING = int(BlockStatus.FOUND), int(BlockStatus.MISSING)
 
 @dataclass(slots=True)
 class Fetched:
-    """report: as of a read. slots: pinned, None where not FOUND. no_room: positions that found no place in memory."""
+    """report: as of a read. slots: pinned, None where not FOUND. no_room: positions that found no place in memory.
+    elsewhere: of published blocks, which lie in no memory of this tenant's."""
 
     report: ReadReport
     slots: list[Slot | None]
     no_room: list[int] = field(default_factory=list)
+    elsewhere: list[int] = field(default_factory=list)
 
 
 def fetch(core: Core, space: Keyspace, keys: KeyArray, *, deadline_s: float | None) -> Fetched:
@@ -49,6 +51,7 @@ def fetch(core: Core, space: Keyspace, keys: KeyArray, *, deadline_s: float | No
         pin_present(core, space, keys, fetched)
         if report.from_memory < len(keys):
             bring(core, space, keys, fetched, deadline)
+    fetched.no_room += fetched.elsewhere
     finish(core, space, keys, report, started)
     return fetched
 
@@ -99,7 +102,10 @@ def bring(core: Core, space: Keyspace, keys: KeyArray, fetched: Fetched, deadlin
     targets: list[Parts] = [[] for _ in keys]
     reserved: dict[int, Slot] = {}
     expiries: dict[int, int] = {}
-    for position in np.flatnonzero(report.statuses != _FOUND).tolist():
+    fetched.elsewhere = space.published(keys)
+    wanted = report.statuses != _FOUND
+    wanted[fetched.elsewhere] = False
+    for position in np.flatnonzero(wanted).tolist():
         slot = core.pool.reserve(size, space.tenant_id)
         if slot is None:
             fetched.no_room.append(position)

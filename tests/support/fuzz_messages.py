@@ -81,6 +81,10 @@ def questions(rng: random.Random, client: bytes = b"t" * 16) -> list[m.Message]:
         m.Unpin(number, rng.randrange(6)), m.Hint(number, space, keys),
         m.Advise(number, space, keys, 1000.0, rng.choice((None, 0.1))),
         m.Status(number), m.Explain(number, keys[:32]), m.ExplainPrefix(number, space, rng.randbytes(64)),
+        m.Publication(number, rng.choice(("publish", "unpublish", "published", "x")), {
+            "keyspace": keys[:32], "tokens": rng.randbytes(64), "name": rng.choice(TEXTS), "readers": ["*"],
+            "ttl_s": rng.choice(FLOATS), "hashes": None,
+        }),
         m.Sync(number), m.Exchange(number, rng.choice(TEXTS), rng.choice(TEXTS), ["read"]),
         m.SessionAsk(number, rng.choice((space, -1)), rng.choice(VERBS), {
             "name": rng.choice(TEXTS), "keys": keys, "at": rng.randrange(3), "ttl_s": rng.choice(FLOATS), "in_s": 0.0,
@@ -98,7 +102,7 @@ def answers(rng: random.Random) -> list[m.Message]:
         m.Fetched(7, b"\0", rng.randbytes(8), 1, {0: "x"}, [1]), m.Delivered(8, b"\0", 1, {3: "y"}, 0),
         m.Written(9, b"\0", 1, 4096, {0: "z"}), m.Made(10, 1, 4096), m.Leased(11, lease), m.Leased(12, None),
         m.Granted(17, rng.randbytes(40), "t", ["read"], 1.0), m.Answered(13, True),
-        m.Advised(14, 1, 0.1, 0.2, "r"), m.Document(15, {"a": [1, {"b": None}]}),
+        m.Advised(14, 1, 0.1, 0.2, "r", 2, 1), m.Document(15, {"a": [1, {"b": None}]}),
         m.Failed(16, rng.choice(("InvalidArgument", "KeyError", "__doc__", "PerdureError", "annotations", "")), "no"),
         m.Retired(17, b"t" * 16),
     ]  # fmt: skip

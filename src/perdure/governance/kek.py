@@ -1,7 +1,8 @@
 """Key-encryption keys: what wraps the tenants' keys, and is kept by someone else where it matters.
 
 `FileKek` keeps them in a file (0600); put it on another device than the store. `VaultKek` leaves them in HashiCorp
-Vault's transit engine (`pip install perdure[vault]`), which never gives them away.
+Vault's transit engine (`pip install perdure[vault]`), `kek_pkcs11` in a hardware security module: neither gives them
+away.
 
 Contract
 - What was wrapped says which version of the key it needs; old versions stay until `retire`, so a rotation may be cut
@@ -177,8 +178,8 @@ class VaultKek:
 
 
 def kek_of(text: str, folder: Path) -> Kek:
-    """From a setting: "" (a file in the keystore's folder), "file:PATH", "vault:URL#KEY". A file is made only for a
-    keystore that has no keys yet. Raises ConfigError, KeyUnavailable."""
+    """From a setting: "" (a file in the keystore's folder), "file:PATH", "vault:URL#KEY", "pkcs11:..." (RFC 7512). A
+    file, or a key in a module, is made only for a keystore that has no keys yet. Raises ConfigError, KeyUnavailable."""
     create = not any((folder / name).exists() for name in ("tenants", "segments"))
     kind, _, rest = text.partition(":")
     if not text:
@@ -188,4 +189,8 @@ def kek_of(text: str, folder: Path) -> Kek:
     url, _, name = rest.rpartition("#")
     if kind == "vault" and url and name:
         return VaultKek(url, name)
-    raise ConfigError(f"kek={text!r}: write file:PATH or vault:https://HOST:8200#KEY")
+    if kind == "pkcs11":
+        from perdure.governance.kek_pkcs11 import Pkcs11Kek
+
+        return Pkcs11Kek(text, create=create)
+    raise ConfigError(f"kek={text!r}: write file:PATH, vault:https://HOST:8200#KEY or pkcs11:URI")

@@ -44,6 +44,7 @@ _GONE: Final = ".gone"
 _MODE: Final = "encryption"
 _TENANT: Final = b"perdure/1/tenant-key\0"
 _SEGMENT: Final = b"perdure/1/segment-key\0"
+_DATA: Final = b"perdure/1/tenant-data\0"
 
 
 @dataclass(frozen=True, slots=True)
@@ -192,6 +193,15 @@ class Keystore:
     def _forget(self, tenant: bytes) -> None:
         self._tenants.pop(tenant, None)
         self._segments = {name: one for name, one in self._segments.items() if one[0] != tenant}
+
+    # --- small data of a tenant's, kept elsewhere
+    def seal(self, tenant: bytes, data: bytes) -> bytes:
+        """Raises KeyUnavailable."""
+        return seal(self._tenant(tenant, create=True), data, _DATA + tenant)
+
+    def unseal(self, tenant: bytes, sealed: bytes) -> bytes:
+        """Raises KeyUnavailable, KeyDestroyed."""
+        return unseal(self._tenant(tenant), sealed, _DATA + tenant)
 
     # --- end of keys
     def gone(self, tenant: bytes, segment: bytes) -> bool:

@@ -10,8 +10,8 @@ Contract
 - A root that is *away* (its mark is missing or wrong: not mounted, another disk) is not touched: nothing is made on the
   file system underneath. The mark is looked at before and after a file is made in a root, and before a file that is
   not found counts as gone. What is not found while a root is away raises RootUnavailable, never FileNotFoundError.
-- A root that *fails* (repeated I/O errors) gets no new segments and is read as ever; after a quiet time and a probe that
-  works it is in service again (`look`).
+- A root that *fails* (repeated I/O errors) gets no new segments and is read as ever; after a quiet time and a probe
+  that works it is in service again (`look`).
 - What cannot be opened or read in its own root is taken from its second copy. `open(write=True)` never does that.
 - Never: moving a file, or deciding that one is lost.
 """
@@ -113,8 +113,14 @@ class NotingEngine:
         self._inner.close()
 
 
+def noting(engine: Engine, roots: Roots | None) -> Engine:
+    """The engine to use over those roots."""
+    return engine if roots is None else NotingEngine(engine)
+
+
 class Roots:
-    """`Files` over all roots; `roots[0]` is the store's directory. Thread-safe. Raises StorePathError if that is missing.
+    """`Files` over all roots; `roots[0]` is the store's directory. Thread-safe. Raises StorePathError where that is
+    missing.
 
     mirrored: whether a segment (its id) may have a second copy; it is asked while a root is away.
     """
@@ -156,9 +162,7 @@ class Roots:
     def open(self, path: str, *, direct: bool = True, write: bool = False) -> File:
         if not _placed(path):
             return self._base.open(path, direct=direct, write=write)
-        return self._or_second(
-            path, lambda where: self._open(where, direct=direct, write=write), only_first=write
-        )
+        return self._or_second(path, lambda where: self._open(where, direct=direct, write=write), only_first=write)
 
     def write_once(self, path: str, data: bytes) -> bool:
         if not _placed(path):
@@ -306,9 +310,7 @@ class Roots:
         return RootFile(file, self._note_for(root))
 
     def _open(self, path: str, *, direct: bool, write: bool) -> File:
-        return self._anywhere(
-            path, lambda root, files: self._wrap(root, files.open(path, direct=direct, write=write))
-        )
+        return self._anywhere(path, lambda root, files: self._wrap(root, files.open(path, direct=direct, write=write)))
 
     def _anywhere(self, path: str, use: Callable[[Root, Files], T]) -> T:
         """Of the first root where it works, the one it was found in last before the others."""
@@ -385,7 +387,8 @@ class Roots:
         if not found:
             what = "no second root" if twin is not None else "no root"
             raise RootUnavailable(
-                errno.ENODEV, f"{path}: {what} is in service; `perdure status` says why: mount them or look at the disks"
+                errno.ENODEV,
+                f"{path}: {what} is in service; `perdure status` says why: mount them or look at the disks",
             )
         number = -max(found)[2]
         return next(root for root in self.roots if root.number == number)

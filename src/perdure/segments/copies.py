@@ -169,7 +169,8 @@ class Copies:
                 raise error
         if (plan.statuses == BlockStatus.DENIED).any():
             raise OSError(errno.ENOKEY, f"it cannot be decrypted now: {next(iter(plan.problems.values()))}")
-        return plan.statuses == BlockStatus.FOUND
+        good: NDArray[np.bool_] = plan.statuses == BlockStatus.FOUND
+        return good
 
     def _copy(self, source: File, target: File, record: np.void) -> None:
         offset, nbytes = int(record["offset"]), int(fmt.record_bytes(int(record["stored_bytes"])))
@@ -199,6 +200,4 @@ class Copies:
                 files.unlink(path)
             else:
                 continue
-            files.write_once(
-                path, fmt.pack_index(record.segment, record.tenant, record.sealed_bytes, entries, secret)
-            )
+            files.write_once(path, fmt.pack_index(record.segment, record.tenant, record.sealed_bytes, entries, secret))

@@ -29,6 +29,7 @@ from perdure.errors import InvalidArgument, ServiceUnavailable, UnknownOption
 from perdure.io.memory import address
 from perdure.io.shared import map_fd
 from perdure.keys import KeyspaceIdentity, KVLayout, token_bytes
+from perdure.publication_verbs import PublicationVerbs
 from perdure.service import messages as m
 from perdure.service import sockets
 from perdure.service.maps import DomainMaps
@@ -76,7 +77,7 @@ class Permit(NamedTuple):
     until: float
 
 
-class RemoteStore:
+class RemoteStore(PublicationVerbs):
     """A connection to a service. Made by `perdure.connect`."""
 
     def __init__(
@@ -199,6 +200,9 @@ class RemoteStore:
     def session_admin(self, verb: str, fields: dict[str, Any]) -> dict[str, Any]:
         """As `Store.session_admin`."""
         return self._document(lambda i: m.SessionAsk(i, -1, verb, fields))
+
+    def publication_ask(self, verb: str, fields: dict[str, Any]) -> dict[str, Any]:
+        return self._document(lambda i: m.Publication(i, verb, fields))
 
     def explain(self, key: bytes) -> dict[str, Any]:
         return self._document(lambda i: m.Explain(i, key))

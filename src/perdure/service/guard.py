@@ -36,7 +36,7 @@ from perdure.service.fields import keys_of, lease_of
 from perdure.service.peers import Peer
 from perdure.service.quotas import Quotas
 from perdure.service.regions import lies_in_memory
-from perdure.service.shown import MINE, OTHER, Owners, denial, own_block, own_status
+from perdure.service.shown import OTHER, Owners, denial, own_block, own_status
 from perdure.service.verbs import Reply, Waiting
 from perdure.store import Store
 
@@ -87,6 +87,11 @@ class Guard:
         self.denials = Denials(lambda: store.core.audit)
         self.shares = Shares(store.core.root_secret, policies.documents)
         store.core.reclaimer.shares = store.core.pool.shares = self.shares
+        store.core.publications.permit(self._publishes)
+
+    def _publishes(self, tenant: str) -> bool:
+        document = self.policies.documents.get(tenant)
+        return document is not None and document.publication
 
     # --- who
     def principals(self) -> Iterable[Principal]:
@@ -242,6 +247,9 @@ class Guard:
         if isinstance(q, m.SessionAsk) and q.space < 0:
             self._administer(peer, q)
             return None
+        if isinstance(q, m.Publication):
+            self._publication(peer, q)
+            return None
         opening = self._opening(peer, q)
         if opening is None:
             self._service_action(peer, "administer")
@@ -327,6 +335,25 @@ class Guard:
             raise AccessDenied("sessions: the capability is for some of them only; open them by name")
         q.fields = q.fields | {"tenant": tenant}
 
+    def _publication(self, peer: Peer, q: m.Publication) -> None:
+        """Publishing: who may for the tenant, on its terms. Its end: also the service's operator, whatever the terms
+        say by now. A list: who may see the status, else of what concerns one's tenants. Raises AccessDenied."""
+        who, published = peer.principal, self._core.publications
+        assert who is not None
+        if q.verb == "published":
+            if not self.policies.decide(who, "", "status").allowed:
+                q.fields = {"tenants": list(who.tenants)}
+            return
+        tenant = published.tenant_of(q.verb, q.fields)
+        decided = self.policies.decide(who, tenant, "publish", self._where(tenant))
+        document = self.policies.documents.get(tenant)
+        ending = q.verb == "unpublish" and self.policies.decide(who, "", "administer").allowed
+        if not ending and (who.tokens or not decided.allowed or document is None):
+            raise AccessDenied(f"{q.verb}: {decided.why if tenant in who.tenants else 'no such prefix of yours'}")
+        asked = q.fields.get("ttl_s")
+        if document is not None and q.verb == "publish" and (asked is None or isinstance(asked, int | float)):
+            q.fields = q.fields | {"ttl_s": document.ttl(asked)}
+
     def _service_action(self, peer: Peer, action: str) -> None:
         who = peer.principal
         assert who is not None
@@ -350,18 +377,18 @@ class Guard:
             elsewhere = [] if narrow else reply.content["elsewhere"]  # a digest is what names are made from
             reply.content["elsewhere"] = [{key: one[key] for key in ("usable", "differs")} for one in elsewhere]
         elif isinstance(q, m.Lookup | m.Follow):
-            keys, tenant_id = keys_of(q.keys), peer.space(q.space).tenant_id
+            keys, space = keys_of(q.keys), peer.space(q.space)
             if isinstance(reply, m.Count):
-                reply.count = self._owners.prefix(keys[: reply.count], tenant_id)
+                reply.count = self._owners.prefix(keys[: reply.count], space)
             elif isinstance(reply, Waiting):
                 return Waiting(
-                    reply.wish, reply.until, lambda found: m.Count(q.id, self._owners.prefix(keys[:found], tenant_id))
+                    reply.wish, reply.until, lambda found: m.Count(q.id, self._owners.prefix(keys[:found], space))
                 )
         elif isinstance(q, m.Advise) and isinstance(reply, m.Advised):
-            if self._owners.prefix(keys_of(q.keys)[: reply.blocks], peer.space(q.space).tenant_id) < reply.blocks:
+            if self._owners.prefix(keys_of(q.keys)[: reply.stored], peer.space(q.space)) < reply.stored:
                 return m.Advised(q.id, 0, 0.0, 0.0, "nothing of it is stored")
         elif isinstance(q, m.Present) and isinstance(reply, m.Mask):
-            own = self._owners.of(keys_of(q.keys), peer.space(q.space).tenant_id) == MINE
+            own = self._owners.readable(keys_of(q.keys), peer.space(q.space))
             reply.mask = (np.frombuffer(reply.mask, np.bool_) & own).tobytes()
         elif isinstance(q, m.Pin) and isinstance(reply, m.Made):
             self.quotas.pinned(peer, peer.openings[q.space].document.tenant, reply.number)

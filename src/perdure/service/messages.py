@@ -259,6 +259,14 @@ class SessionAsk(Message):
     trace: str = ""
 
 
+class Publication(Message):
+    """A verb of `publications.Publications.ask`. Answered by a Document."""
+
+    verb: str
+    fields: dict[str, Any]
+    trace: str = ""
+
+
 class Sync(Message):
     pass
 
@@ -289,6 +297,7 @@ class SpaceOpened(Message):
     shared_digest: bytes
     tenant_id: bytes
     mapped: bool  # whether there is memory to map
+    published: bool = False  # what is not in that memory may be published by another tenant
 
 
 class Attached(Message):
@@ -364,6 +373,8 @@ class Advised(Message):
     load_s: float
     recompute_s: float
     reason: str
+    stored: int = 0
+    in_memory: int = 0
 
 
 class Document(Message):
@@ -384,7 +395,7 @@ class Retired(Message):
 Question = (
     Hello | Join | OpenSpace | Attach | Lookup | Present | Fetch | Release | Read | Settled | Region | Unregister
     | Write | Get | Put | Reserve | Follow | EndLease | Pin | Unpin | Hint | Advise | Status | Explain | ExplainPrefix
-    | Sync | SessionAsk | Exchange
+    | Sync | SessionAsk | Publication | Exchange
 )  # fmt: skip
 Answer = (
     Welcome | Joined | SpaceOpened | Attached | Count | Mask | Fetched | Delivered | Sent | Written | Made | Leased

@@ -44,7 +44,7 @@ if TYPE_CHECKING:
 _LOG = logging.getLogger("perdure.node")
 _ALLOWED = (
     m.OpenSpace, m.Lookup, m.Present, m.Reserve, m.Follow, m.EndLease, m.Pin, m.Unpin, m.Hint, m.Advise, m.Status,
-    m.Explain, m.ExplainPrefix, m.Sync, m.SessionAsk, m.Exchange,
+    m.Explain, m.ExplainPrefix, m.Sync, m.SessionAsk, m.Publication, m.Exchange,
 )  # fmt: skip
 _PROBLEMS_MAX = 64  # told per frame
 

@@ -97,6 +97,8 @@ def gather(core: Core, space: Keyspace, keys: KeyArray, *, deadline_s: float) ->
             bring(core, space, keys, fetched, deadline)
             if fetched.no_room:
                 _homeless(lot, fetched.no_room, deadline)
+            if fetched.elsewhere:
+                _published(lot, fetched.elsewhere, deadline)
         finish(core, space, keys, report, started)
     except BaseException:
         lot.release()
@@ -138,6 +140,16 @@ def _encoded(lot: Lot, deadline: float) -> None:
 
 def _homeless(lot: Lot, positions: list[int], deadline: float) -> None:
     """Read what finds no room in the DRAM tier into memory of our own."""
+    from_disk(lot.core, lot.space, lot.keys, _own_memory(lot, positions), deadline, False, lot.report)
+
+
+def _published(lot: Lot, positions: list[int], deadline: float) -> None:
+    """Read what another tenant has published into memory of our own."""
+    targets = _own_memory(lot, positions)
+    lot.core.publications.deliver(lot.space, lot.keys, targets, positions, deadline, False, lot.report)
+
+
+def _own_memory(lot: Lot, positions: list[int]) -> list[Parts]:
     size = lot.space.layout.block_bytes
     lease = lot.core.scratch.take(len(positions) * size)
     lot.undo.append(lease.give_back)
@@ -145,4 +157,4 @@ def _homeless(lot: Lot, positions: list[int], deadline: float) -> None:
     for place, position in enumerate(positions):
         lot.own[position] = lease.view[place * size : (place + 1) * size]
         targets[position] = [lot.own[position]]
-    from_disk(lot.core, lot.space, lot.keys, targets, deadline, False, lot.report)
+    return targets

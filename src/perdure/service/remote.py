@@ -93,8 +93,10 @@ class RemoteKeyspace(RemoteReads, SessionVerbs):
         array = naming.check_keys(keys)
         found = 0
         try:
-            maps = self._maps(self.begin())
+            call = self.begin()
+            maps = self._maps(call)
             found, sure = (0, False) if maps is None else maps.prefix(array)
+            sure = sure and not self._open(call.run, call.until).published
             while found < len(array) and not sure:
                 part = array[found : found + limits.message_keys_max]
                 more = self._question(m.Lookup, part.tobytes()).count
@@ -117,7 +119,7 @@ class RemoteKeyspace(RemoteReads, SessionVerbs):
         check_seconds(prefill_tokens_per_s, "prefill_tokens_per_s", math.inf)
         names = naming.check_keys(keys)[: limits.message_keys_max].tobytes()
         a = self._question(m.Advise, names, float(prefill_tokens_per_s), seconds_of(deadline_s))
-        return Advice(a.blocks, a.load_s, a.recompute_s, a.reason)
+        return Advice(a.blocks, a.load_s, a.recompute_s, a.reason, a.stored, a.in_memory)
 
     def _question(self, kind: Callable[..., m.Message], *fields: Any) -> Any:
         """Ask what may be asked again."""

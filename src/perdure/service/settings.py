@@ -166,8 +166,8 @@ class Settings(BaseSettings):
         "tenants:NAME,NAME",
     )  # fmt: skip
     kek: str = Field(
-        "", pattern=r"^(|file:.+|vault:.+#.+)$",
-        description="what wraps the keys (empty: a file in the store's keystore); write file:PATH or vault:URL#KEY",
+        "", pattern=r"^(|file:.+|vault:.+#.+|pkcs11:.+)$",
+        description="what wraps the keys (empty: a file in the keystore); write file:PATH, vault:URL#KEY or pkcs11:URI",
     )  # fmt: skip
     cpus: _Cpus = Field("", description="CPUs the service may use (empty: all); write a list such as 0-3,7")
     nice: int = Field(0, ge=-20, le=19, description="scheduling priority; write a number from -20 to 19")

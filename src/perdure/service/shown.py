@@ -10,6 +10,7 @@ from numpy.typing import NDArray
 from perdure.catalog.api import KeyArray, fingerprints
 from perdure.core import Core
 from perdure.errors import AccessDenied
+from perdure.keyspace import Keyspace
 from perdure.presence_table import NO_SEGMENT
 from perdure.reports import WriteStatus
 from perdure.segments.landing import BlockStatus
@@ -41,9 +42,15 @@ class Owners:
             owners[rest] = np.where(present, np.where(mine, MINE, OTHER), ABSENT)
         return owners
 
-    def prefix(self, keys: KeyArray, tenant_id: bytes) -> int:
-        """Leading keys whose blocks are the tenant's."""
-        own = self.of(keys, tenant_id) == MINE
+    def readable(self, keys: KeyArray, space: Keyspace) -> NDArray[np.bool_]:
+        """Which keys are of blocks that the tenant may read, if they are stored: its own, and published ones."""
+        readable: NDArray[np.bool_] = self.of(keys, space.tenant_id) == MINE
+        readable[space.published(keys)] = True
+        return readable
+
+    def prefix(self, keys: KeyArray, space: Keyspace) -> int:
+        """Leading keys whose blocks are."""
+        own = self.readable(keys, space)
         return len(keys) if own.all() else int(own.argmin())
 
 

@@ -53,7 +53,7 @@ class Waiting:
 Reply = tuple[m.Message | Waiting, list[int]]
 
 READING = (m.Fetch, m.Read, m.Explain, m.ExplainPrefix, m.Settled)
-WRITING = (m.Write, m.Sync, m.Reserve, m.EndLease, m.Pin, m.Unpin, m.OpenSpace, m.Region, m.SessionAsk)
+WRITING = (m.Write, m.Sync, m.Reserve, m.EndLease, m.Pin, m.Unpin, m.OpenSpace, m.Region, m.SessionAsk, m.Publication)
 """Questions that may wait for the disk; all others are answered at once."""
 
 
@@ -71,7 +71,7 @@ class Verbs:
             m.Follow: self._follow, m.EndLease: self._end_lease, m.Pin: self._pin, m.Unpin: self._unpin,
             m.Hint: self._hint, m.Advise: self._advise, m.Status: self._tell_status, m.Explain: self._explain,
             m.ExplainPrefix: self._explain_prefix, m.Sync: self._sync, m.SessionAsk: self._session,
-            m.Exchange: self._exchange,
+            m.Exchange: self._exchange, m.Publication: self._publication,
         }  # fmt: skip
 
     def answer(self, peer: Peer, question: Any, fds: list[int]) -> Reply:
@@ -113,10 +113,13 @@ class Verbs:
         mapped = mapped and (opening is None or opening.mapped)
         if mapped:
             self._domains.get(space.tenant_id)
+        space.reads_published = opening is not None and opening.document.scope == "published"
         number = peer.open_space(space, opening)
         if self._core.audit is not None:
             self._core.audit.note(_grant(self._core.audit, peer, space, opening, mapped=mapped))
-        return m.SpaceOpened(q.id, number, space.digest, space.shared_digest, space.tenant_id, mapped), []
+        return m.SpaceOpened(
+            q.id, number, space.digest, space.shared_digest, space.tenant_id, mapped, space.reads_published
+        ), []
 
     def _exchange(self, peer: Peer, q: m.Exchange) -> Reply:
         if self._guard is None:
@@ -202,7 +205,7 @@ class Verbs:
         a = peer.space(q.space).advise(
             keys_of(q.keys), prefill_tokens_per_s=q.prefill_tokens_per_s, deadline_s=q.deadline_s
         )
-        return m.Advised(q.id, a.blocks, a.load_s, a.recompute_s, a.reason), []
+        return m.Advised(q.id, a.blocks, a.load_s, a.recompute_s, a.reason, a.stored, a.in_memory), []
 
     def _tell_status(self, peer: Peer, q: m.Status) -> Reply:
         status = self._status()
@@ -223,6 +226,11 @@ class Verbs:
         if q.space < 0:
             return m.Document(q.id, self._store.session_admin(q.verb, q.fields)), []
         return m.Document(q.id, peer.space(q.space).session_ask(q.verb, q.fields)), []
+
+    def _publication(self, peer: Peer, q: m.Publication) -> Reply:
+        if self._guard is None:
+            raise AccessDenied("publishing is policy's to allow: serve with one (--policy), or stop the service for it")
+        return m.Document(q.id, self._store.publication_ask(q.verb, q.fields)), []
 
     def _sync(self, peer: Peer, q: m.Sync) -> Reply:
         self._store.sync()

@@ -22,9 +22,12 @@ import os
 import secrets
 import shutil
 import signal
+import socket
 import subprocess
 import time
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import permutations
 from pathlib import Path
 from typing import Final, Protocol
 
@@ -35,6 +38,9 @@ _PACKAGES: Final = "iproute2 nftables util-linux"
 _CLONE_NEWNET: Final = 0x40000000
 _NETWORK: Final = "10.209.0"
 _END_S: Final = 10.0
+_PROOF_DATAGRAMS: Final = 5
+_PROOF_PORT: Final = 5000
+_PROOF_S: Final = 3.0
 _TABLE: Final = "perdure"
 _SBIN: Final = "/usr/sbin:/sbin"
 
@@ -117,6 +123,14 @@ class Namespace:
         return f"/run/netns/{self.namespace}"
 
 
+@dataclass(frozen=True, slots=True)
+class Proof:
+    """Datagrams that were sent and received, and how many packets were counted meanwhile."""
+
+    sent: int
+    counted: int
+
+
 class Network:
     """Hosts by name. Made by `network`."""
 
@@ -158,6 +172,30 @@ class Network:
         """IP packets from one host that arrived at the other so far, dropped ones too."""
         told = self._in(self.hosts[receiver], "nft", "-j", f"list counter ip {_TABLE} from_{sender}")
         return sum(int(one["counter"]["packets"]) for one in json.loads(told)["nftables"] if "counter" in one)
+
+    def packets_among(self, names: Sequence[str]) -> int:
+        """From each of these hosts to each other one, so far."""
+        return sum(self.packets(one, other) for one, other in permutations(names, 2))
+
+    def prove(self, names: Sequence[str]) -> Proof:
+        """Send some datagrams from each of these hosts to each other one: do the counters see them?"""
+        before, sent = self.packets_among(names), 0
+        for sender, receiver in permutations(names, 2):
+            with self._datagrams(receiver) as into, self._datagrams(sender) as out:
+                for number in range(_PROOF_DATAGRAMS):
+                    out.sendto(bytes([number]), into.getsockname())
+                    into.recv(1)
+                    sent += 1
+        return Proof(sent, self.packets_among(names) - before)
+
+    @contextlib.contextmanager
+    def _datagrams(self, name: str) -> Iterator[socket.socket]:
+        with self[name].inside():
+            made = socket.socket(socket.AF_INET, socket.SOCK_DGRAM)
+        with made:
+            made.settimeout(_PROOF_S)
+            made.bind((self[name].address, _PROOF_PORT))
+            yield made
 
     def cut(self, sender: str, receiver: str) -> None:
         """From now on nothing of `sender` reaches `receiver`."""

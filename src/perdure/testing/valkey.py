@@ -86,6 +86,14 @@ class Node:
     def answers(self) -> bool:
         return bool(self.ask("PING") == "PONG")
 
+    def comes_up(self) -> bool:
+        """It answers. A new one whose port was taken by somebody since it was chosen tries again with another."""
+        assert self.process is not None
+        if self.process.poll() is not None:
+            self.port, self.bus_port = _free_ports()
+            self.start()
+        return self.answers()
+
     def knows(self, nodes: int) -> bool:
         return int(self.info("cluster")["cluster_known_nodes"]) == nodes
 
@@ -140,7 +148,7 @@ class Cluster:
         for node in self.nodes:
             node.start()
         for number, node in enumerate(self.nodes, 1):
-            eventually(node.answers, "a server answers")
+            eventually(node.comes_up, "a server answers")
             node.id = node.ask("CLUSTER", "MYID")
             node.ask("CLUSTER", "SET-CONFIG-EPOCH", number)
         step = SLOTS / len(self.primaries)
