@@ -15,6 +15,7 @@ from __future__ import annotations
 import errno
 from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -55,9 +56,16 @@ class Copies:
         self._whole: set[bytes] = set()  # seen with both copies by this process
         self._mended: set[bytes] = set()  # since the last time: what was given up meanwhile left nothing behind
 
-    def single(self) -> int:
-        """Sealed retained segments that this process has not seen with both copies yet."""
-        return sum(record.segment not in self._whole for record in self._retained())
+    def status(self) -> dict[str, Any]:
+        """The roots, how many of them are out of service, and sealed retained segments without two copies at hand."""
+        single = 0
+        for record in self._retained():
+            try:
+                single += record.segment not in self._whole and not self._is_whole(record)
+            except OSError:
+                single += 1
+        roots = self.roots.status()
+        return {"list": roots, "out": sum(one["state"] != "ok" for one in roots), "single_copies": single}
 
     def tend(self, stopped: Callable[[], bool] = lambda: False) -> None:
         """Repair what reads found bad, and complete what has no second copy. Raises the first OSError at the end."""
