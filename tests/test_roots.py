@@ -148,10 +148,7 @@ class Place:
     def tend(self) -> None:
         """What the background thread does every `limits.root_look_s`."""
         assert self.store is not None
-        assert self.store.core.copies is not None
-        if self.store.core.copies.roots.look():
-            self.store.core.readmit()
-        self.store.core.copies.tend()
+        self.store._keeper.tend_roots()
 
     def states(self) -> list[str]:
         assert self.store is not None
@@ -186,7 +183,7 @@ def stored(
     assert place.store is not None
     space = keyspace(place.store, tenant=tenant)
     keys = chain(space, number, BLOCKS)
-    assert write(space, keys, durability).durable == BLOCKS
+    assert write(space, keys, durability).stored == BLOCKS
     for one in place.store.core.writer.open_segments():
         place.store.core.writer.retire(one)
     return space, keys
@@ -210,13 +207,13 @@ def test_a_segment_goes_where_most_is_free(place: Place) -> None:
 def test_a_full_root_sends_the_writer_to_another(place: Place) -> None:
     place.plans[0] = FaultWhile("enospc", ops=["allocate"])
     place.plans[0].armed = False  # type: ignore[attr-defined]
-    store = place.open()
+    store = place.open(capacity="64MiB")
     space = keyspace(store)
-    assert write(space, chain(space, 1, BLOCKS)).durable == BLOCKS
+    assert write(space, chain(space, 1, BLOCKS)).stored == BLOCKS
     place.plans[0].armed = True  # type: ignore[attr-defined]
     place.free[0] = 0
     keys = chain(space, 2, 400)  # more than the open segment has allocated
-    assert write(space, keys).durable == 400
+    assert write(space, keys).stored == 400
     assert len(place.segments(0)) == 1
     assert place.segments(1)
     assert store.status()["reclaim"]["segments_dropped"] == 0
@@ -231,10 +228,10 @@ def test_a_failing_root_gets_nothing_new_until_it_is_well(place: Place) -> None:
     space, old = stored(place, 1)
     sick.armed = True
     assert (read_back(space, old) == CORRUPT).all()  # as ever: an I/O error is reported, its record stays
-    for number in range(2, 2 + limits.root_errors_per_window_max):
+    for number in range(2, 2 + limits.root_errors_entries_max):
         write(space, chain(space, number, BLOCKS))
     assert place.states() == ["failing", "ok", "ok"]
-    assert write(space, chain(space, 20, BLOCKS)).durable == BLOCKS
+    assert write(space, chain(space, 20, BLOCKS)).stored == BLOCKS
     assert place.segments(1)
     place.tend()
     assert place.states()[0] == "failing", "it was not quiet"
@@ -282,11 +279,11 @@ def test_unmounted_while_in_use(place: Place) -> None:
     store = place.open()
     space, first = stored(place, 1)
     place.unmount(1)
-    assert write(space, chain(space, 2, BLOCKS)).durable == BLOCKS
+    assert write(space, chain(space, 2, BLOCKS)).stored == BLOCKS
     assert place.states()[1] == "away"
     assert not list(place.paths[1].iterdir())
     assert (read_back(space, first) == MISSING).all()
-    assert write(space, first).durable == BLOCKS, "what is away gives way to a new copy"
+    assert write(space, first).stored == BLOCKS, "what is away gives way to a new copy"
     assert (read_back(space, first) == FOUND).all()
     assert not list(place.paths[1].iterdir())
     assert store.status()["counters"]["blocks_away"] == BLOCKS
@@ -392,7 +389,7 @@ def test_retained_blocks_are_in_two_roots(place: Place) -> None:
     assert second.is_relative_to(place.paths[1])
     assert first.read_bytes() == second.read_bytes()
     assert first.with_suffix(".idx").read_bytes() == second.with_suffix(".idx").read_bytes()
-    place.plans[1] = place.plans[2] = FaultWhile("eio")
+    place.plans[1] = place.plans[2] = FaultWhile("eio", ops=["create", "pwritev"])
     store = place.open()
     space = keyspace(store)
     report = write(space, chain(space, 2, BLOCKS), "retained")

@@ -331,21 +331,6 @@ class Core:
         self.pool.drop(key)
         self.counters.add(blocks_away=1)
 
-    def readmit(self) -> None:
-        """A root is back in service: what could not be read is worth another try. Raises CatalogError."""
-        keys, records = self.unreadable.all()
-        present, current = self.index.lookup(keys)
-        self.unreadable.forget(keys)
-        same = present & (current == records)
-        there = records[same]
-        self.presence.insert(
-            fingerprints(keys[same]),
-            segment=np.fromiter(map(self.table.ordinal, there["segment"].tolist()), np.uint32, len(there)),
-            recency=self.tick(),
-            expires_s=np.ascontiguousarray(there["expires_s"]),
-            only_absent=True,
-        )
-
     def reserve_catalog_space(self) -> None:
         """Keep disk space for the catalogs that segments cannot take: making room on a full disk needs commits."""
         if self.sharing.shared:  # they are not on this disk

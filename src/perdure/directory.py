@@ -6,7 +6,8 @@
     DIR/keystore/       root secret (0600); everything keyed is derived from it
     DIR/control/        control store (LMDB): the truth, fully synced
     DIR/index/          block index (LMDB): disposable, `perdure rebuild DIR` recreates it
-    DIR/segments/       block data and segment indexes; with DIR/mirrors/ and DIR/roots.json over several roots, see `roots`
+    DIR/segments/       block data and segment indexes
+    DIR/mirrors/        of a store over several roots (see `roots`): second copies of other roots' segments
 
 Contract: nothing is created in a directory that is not empty and not a store; a store of a newer format is refused.
 """

@@ -97,8 +97,24 @@ class Keeper:
         if self._core.copies is None:
             return
         if self._core.copies.roots.look():
-            self._core.readmit()
+            self.readmit()
         self._core.copies.tend(self._stop.is_set)
+
+    def readmit(self) -> None:
+        """A root is back in service: what could not be read is worth another try."""
+        core = self._core
+        keys, records = core.unreadable.all()
+        present, current = core.index.lookup(keys)
+        core.unreadable.forget(keys)
+        same = present & (current == records)
+        there = records[same]
+        core.presence.insert(
+            fingerprints(keys[same]),
+            segment=np.fromiter(map(core.table.ordinal, there["segment"].tolist()), np.uint32, len(there)),
+            recency=core.tick(),
+            expires_s=np.ascontiguousarray(there["expires_s"]),
+            only_absent=True,
+        )
 
     def attempt(self, task: Callable[[], None]) -> bool:
         """Do something that may be tried again later; False, counted and shown, if it failed."""

@@ -114,9 +114,7 @@ def tend_copies(core: Core, roots: Roots | None) -> None:
         return record is None or record.durability == Durability.RETAINED
 
     roots.mirrored = mirrored
-    core.copies = Copies(
-        roots, core.segments, core.table, core.recovery, core.reader, core.engine, core.scratch, core.counters.add
-    )
+    core.copies = Copies(roots, core.segments, core.table, core.reader, core.engine, core.scratch, core.counters.add)
 
 
 def take_over(control: ControlStore, owner: bytes) -> None:

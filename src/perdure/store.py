@@ -39,7 +39,8 @@ from perdure.io.aio import default_engine
 from perdure.io.api import Engine, Files
 from perdure.io.files import PosixFiles
 from perdure.io.memory import Scratch
-from perdure.io.roots import Roots, noting
+from perdure.io.root_files import NotingEngine
+from perdure.io.roots import Roots
 from perdure.keeper import CLOCK_KEY, Keeper
 from perdure.keys import KeyspaceIdentity, KVLayout
 from perdure.keyspace import Keyspace
@@ -189,7 +190,8 @@ class Store(Publishing):
             # a file without a record, too: of a control store that is older than it, nothing may be made unreadable
             keys.tidy(lambda segment: table.get(segment) is not None or segments.exists(segment))
         undo.callback(segments.close)
-        engine, scratch, pool = noting(seams.engine(), roots), Scratch(), seams.pool(memory_bytes)
+        engine, scratch, pool = seams.engine(), Scratch(), seams.pool(memory_bytes)
+        engine = engine if roots is None else NotingEngine(engine)
         undo.callback(engine.close)
         undo.callback(pool.close)
         cores = len(os.sched_getaffinity(0))

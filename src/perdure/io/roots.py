@@ -31,8 +31,8 @@ from typing import Any, Final, TypeVar
 
 from perdure import limits
 from perdure.errors import InvalidArgument, RootUnavailable
-from perdure.io.api import Engine, File, Files, IOClass, Request
-from perdure.io.wrappers import FileAround
+from perdure.io.api import File, Files
+from perdure.io.root_files import RootFile, noting
 
 T = TypeVar("T")
 
@@ -64,58 +64,6 @@ class Root:
 
     def state(self) -> str:
         return "away" if self.away else "failing" if self.failing else "ok"
-
-
-class RootFile(FileAround):
-    """A file that knows its root. Engines may go past it to the descriptor, as with the file inside."""
-
-    def __init__(self, inner: File, note: Callable[[OSError], None]) -> None:
-        super().__init__(inner)
-        self.native = inner.native
-        self.note = note
-
-    def allocate(self, offset: int, length: int) -> None:
-        with _noting(self.note):
-            self.inner.allocate(offset, length)
-
-    def truncate(self, length: int) -> None:
-        with _noting(self.note):
-            self.inner.truncate(length)
-
-    def datasync(self) -> None:
-        with _noting(self.note):
-            self.inner.datasync()
-
-
-class NotingEngine:
-    """`inner`; failed transfers count against the root of their file."""
-
-    def __init__(self, inner: Engine) -> None:
-        self._inner = inner
-
-    def run(
-        self,
-        requests: Sequence[Request],
-        *,
-        io_class: IOClass,
-        deadline: float | None = None,
-        done: Callable[[Request], None] | None = None,
-    ) -> None:
-        self._inner.run(requests, io_class=io_class, deadline=deadline, done=done)
-        for request in requests:
-            if request.error is not None and isinstance(request.file, RootFile):
-                request.file.note(request.error)
-
-    def unsettled(self) -> int:
-        return self._inner.unsettled()
-
-    def close(self) -> None:
-        self._inner.close()
-
-
-def noting(engine: Engine, roots: Roots | None) -> Engine:
-    """The engine to use over those roots."""
-    return engine if roots is None else NotingEngine(engine)
 
 
 class Roots:
@@ -184,7 +132,7 @@ class Roots:
         removed, problem = False, None
         for root, files in self._there():
             try:
-                with _noting(self._note_for(root)):
+                with noting(self._note_for(root)):
                     files.unlink(path)
                 removed = True
                 self._remember(path, root)
@@ -203,7 +151,7 @@ class Roots:
             return
         found = False
         for root, files in self._there():
-            with suppress(FileNotFoundError), _noting(self._note_for(root)):
+            with suppress(FileNotFoundError), noting(self._note_for(root)):
                 files.sync_directory(path)
                 found = True
         if not found:
@@ -215,7 +163,7 @@ class Roots:
             return self._base.list(path)
         names: set[str] = set()
         for root, files in self._there():
-            with _noting(self._note_for(root)):
+            with noting(self._note_for(root)):
                 names.update(files.list(path))
         return sorted(names)
 
@@ -269,7 +217,7 @@ class Roots:
             root.errors.append(now)
             while root.errors[0] < now - limits.root_window_s:
                 root.errors.popleft()
-            root.failing = root.failing or len(root.errors) > limits.root_errors_per_window_max
+            root.failing = root.failing or len(root.errors) > limits.root_errors_entries_max
 
     def _is_well(self, root: Root) -> bool:
         with self._lock:
@@ -279,7 +227,7 @@ class Roots:
         if files is None:
             return False
         try:
-            with _noting(self._note_for(root)):
+            with noting(self._note_for(root)):
                 with suppress(FileNotFoundError):
                     files.unlink(_PROBE)
                 files.write_once(_PROBE, content)
@@ -317,7 +265,7 @@ class Roots:
         known, problem = self._where.get(_stem(path)), None
         for root, files in sorted(self._there(), key=lambda one: one[0] is not known):
             try:
-                with _noting(self._note_for(root)):
+                with noting(self._note_for(root)):
                     found = use(root, files)
             except FileNotFoundError:
                 self._confirm(root)
@@ -381,7 +329,7 @@ class Roots:
         for root, files in self._there():
             self._confirm(root)
             if not root.away and not root.failing and root is not twin:
-                with suppress(OSError), _noting(self._note_for(root)):
+                with suppress(OSError), noting(self._note_for(root)):
                     apart = twin is None or os.stat(root.path).st_dev != os.stat(twin.path).st_dev
                     found.append((apart, files.free_bytes(), -root.number))
         if not found:
@@ -399,7 +347,7 @@ class Roots:
         self._confirm(root)
         if root.away or root.files is None:
             raise self._missing(path)
-        with _noting(self._note_for(root)):
+        with noting(self._note_for(root)):
             yield root.files
         self._confirm(root)
         if root.away:
@@ -418,10 +366,10 @@ class SecondCopies:
         self.memory_alignment = roots.memory_alignment
 
     def create(self, path: str, *, direct: bool = True) -> File:
-        return self._roots.create(_second_of(path), direct=direct)
+        return self._called(path, self._roots.create(_second_of(path), direct=direct))
 
     def open(self, path: str, *, direct: bool = True, write: bool = False) -> File:
-        return self._roots.open(_second_of(path), direct=direct, write=write)
+        return self._called(path, self._roots.open(_second_of(path), direct=direct, write=write))
 
     def write_once(self, path: str, data: bytes) -> bool:
         return self._roots.write_once(_second_of(path), data)
@@ -441,14 +389,10 @@ class SecondCopies:
     def free_bytes(self) -> int:
         return self._roots.free_bytes()
 
-
-@contextmanager
-def _noting(note: Callable[[OSError], None]) -> Iterator[None]:
-    try:
-        yield
-    except OSError as error:
-        note(error)
-        raise
+    @staticmethod
+    def _called(path: str, file: File) -> File:
+        file.path = path
+        return file
 
 
 def _placed(path: str) -> bool:

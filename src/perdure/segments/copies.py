@@ -5,7 +5,8 @@ Contract
   copy is whole. A copy without one (whoever made it died) is continued.
 - Record by record: one that verifies in one root and not in the other is written there, at its offset. A record that
   verifies in both is not touched, one that verifies in neither stays as it is.
-- Nothing is copied while a root is away: what is missing may be there.
+- Nothing is copied while a root is away: what is missing may be there. That is no error.
+- What was written is read again before it counts, and an index replaces a damaged one only as the other copy has it.
 - A root that cannot tell (an I/O error, a key that is not there now) is no verdict: OSError, tried again later.
 - Never: on the way of a request; `reader` only notes which segments a read had to turn to the other copy for.
 """
@@ -21,14 +22,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from perdure.catalog.api import Durability, SegmentRecord, SegmentState
-from perdure.errors import FormatError
+from perdure.errors import FormatError, RootUnavailable
 from perdure.io.api import Engine, File, IOClass, Request
 from perdure.io.memory import Scratch
 from perdure.io.roots import Roots
 from perdure.segments import format as fmt
 from perdure.segments.landing import BlockStatus, Plan
 from perdure.segments.reader import SegmentReader
-from perdure.segments.recovery import Recovery
 from perdure.segments.store import SegmentStore, index_path, segment_path
 from perdure.segments.table import SegmentTable
 
@@ -44,14 +44,13 @@ class Copies:
         roots: Roots,
         segments: SegmentStore,
         table: SegmentTable,
-        recovery: Recovery,
         reader: SegmentReader,
         engine: Engine,
         scratch: Scratch,
         count: Callable[..., None],
     ):
         self.roots = roots
-        self._segments, self._table, self._recovery, self._reader = segments, table, recovery, reader
+        self._segments, self._table, self._reader = segments, table, reader
         self._engine, self._scratch, self._count = engine, scratch, count
         self._whole: set[bytes] = set()  # seen with both copies by this process
         self._mended: set[bytes] = set()  # since the last time: what was given up meanwhile left nothing behind
@@ -87,7 +86,8 @@ class Copies:
                     self.mend(record)
                 self._whole.add(record.segment)
             except OSError as error:
-                problem = problem or error
+                if not isinstance(error, RootUnavailable):
+                    problem = problem or error
                 if record.segment in suspects:
                     self._segments.note_suspects({record.segment})
         self._whole.intersection_update(record.segment for record in self._table.all())
@@ -118,7 +118,7 @@ class Copies:
         """Make both copies whole, as far as either has it. Raises OSError."""
         segment = record.segment
         self._mended.add(segment)
-        entries = self._recovery.entries(segment)
+        entries = self._entries(record)
         with self._both(segment) as (files, made):
             for at in range(0, len(entries), _BLOCKS):
                 part = entries[at : at + _BLOCKS]
@@ -127,6 +127,10 @@ class Copies:
                     bad = np.flatnonzero(good[1 - side] & ~good[side])
                     for row in part["record"][bad]:
                         self._copy(files[1 - side], files[side], row)
+                    if len(bad) and not self._good(part[bad], side).all():
+                        raise OSError(
+                            errno.EIO, f"segment {segment.hex()}: what was written to copy {side} is not there"
+                        )
                     if len(bad) and not made[side]:
                         self._count(mirror_records_repaired=len(bad))
             for file in files:
@@ -136,6 +140,13 @@ class Copies:
         self._write_indexes(record, entries)
         if any(made):
             self._count(mirror_copies_made=1)
+
+    def _entries(self, record: SegmentRecord) -> NDArray[np.void]:
+        """Of an index that verifies: what a scan finds may be less, and is no reason to replace one."""
+        try:
+            return self._segments.read_index(record.segment).entries
+        except FormatError as error:
+            raise OSError(errno.EIO, f"neither copy has an index that verifies: {error}") from error
 
     @contextmanager
     def _both(self, segment: bytes) -> Iterator[tuple[list[File], list[bool]]]:
