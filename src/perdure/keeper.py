@@ -68,6 +68,7 @@ class Keeper:
             complete = self.attempt(self.pin_sessions) and complete
             if complete:
                 if not self._stop.is_set():
+                    self._core.erasures.go_on()
                     self.ready.set()
                 return
             self._stop.wait(wait_s)
@@ -152,6 +153,8 @@ class Keeper:
             return record.state is SegmentState.OPEN and record.owner == core.sharing.owner
 
         for segment, keys, records in core.recovery.entries_of_all(left_out, note):
+            stays = ~(core.tenants.passed(records) | core.tenants.buried(keys))
+            keys, records = keys[stays], records[stays]
             order = np.argsort(keys.view("S32").ravel(), kind="stable")
             core.index.load(iter([(keys[order], records[order])]))
             core.waiters.published(keys)
@@ -173,36 +176,7 @@ class Keeper:
         self.settle_unsealed()
 
     def settle_unsealed(self) -> None:
-        """Index or remove segments that are neither sealed nor gone: who was at it died, or disk or catalog failed."""
-        core = self._core
-        if core.index_lost:
-            return
-        problem: Exception | None = None
-        for segment in core.space.take_unsealed():
-            try:
-                if not self._stop.is_set():
-                    self._settle(segment)
-                    continue
-            except (PerdureError, OSError) as error:
-                problem = error
-            core.space.note_unsealed(segment)
-        if problem is not None:
-            raise problem
-
-    def _settle(self, segment: bytes) -> None:
-        core = self._core
-        record = core.table.find(segment)
-        if record is None or (record.state is SegmentState.DRAINING and core.recovery.is_gone(segment)):
-            core.segments.delete(segment)
-            core.table.delete(segment)
-            core.space.settle(segment, 0)
-        elif record.state is SegmentState.OPEN:
-            with core.sharing.taken(record) as mine:
-                record = core.table.get(segment)
-                if mine and record is not None and record.state is SegmentState.OPEN:
-                    new = core.recovery.index_open_segment(record, core.index)
-                    core.space.settle(segment, new.allocated_bytes if new is not None else 0)
-                    core.counters.add(segments_recovered=1)
+        settle_unsealed(self._core, self._stop.is_set)
 
     def pin_sessions(self) -> None:
         core = self._core
@@ -282,3 +256,37 @@ class Keeper:
         self._recency_tick = tick - 1
         present = core.control.get(STORE_NAMESPACE, CLOCK_KEY)
         core.control.compare_and_set(STORE_NAMESPACE, CLOCK_KEY, present, struct.pack("<d", core.steady.now()))
+
+
+def settle_unsealed(core: Core, stopping: Callable[[], bool] = lambda: False) -> None:
+    """Index or remove segments that are neither sealed nor gone: who was at it died, or disk or catalog failed.
+
+    Raises OSError, CatalogError: what could not be settled is tried again the next time."""
+    if core.index_lost:
+        return
+    problem: Exception | None = None
+    for segment in core.space.take_unsealed():
+        try:
+            if not stopping():
+                _settle(core, segment)
+                continue
+        except (PerdureError, OSError) as error:
+            problem = error
+        core.space.note_unsealed(segment)
+    if problem is not None:
+        raise problem
+
+
+def _settle(core: Core, segment: bytes) -> None:
+    record = core.table.find(segment)
+    if record is None or (record.state is SegmentState.DRAINING and core.recovery.is_gone(segment)):
+        core.segments.delete(segment)
+        core.table.delete(segment)
+        core.space.settle(segment, 0)
+    elif record.state is SegmentState.OPEN:
+        with core.sharing.taken(record) as mine:
+            record = core.table.get(segment)
+            if mine and record is not None and record.state is SegmentState.OPEN:
+                new = core.recovery.index_open_segment(record, core.index)
+                core.space.settle(segment, new.allocated_bytes if new is not None else 0)
+                core.counters.add(segments_recovered=1)

@@ -204,6 +204,11 @@ def tenant_id(secret: bytes) -> bytes:
     return derive(secret, "perdure/1/tenant-id")[: limits.id_bytes]
 
 
+def key_domain(tenant: bytes, epoch: int) -> bytes:
+    """Whose key it is: 16 bytes for one epoch of a tenant (by its id)."""
+    return derive(tenant, "perdure/1/epoch", struct.pack("<I", epoch))[: limits.id_bytes] if epoch else tenant
+
+
 @dataclass(frozen=True, slots=True)
 class KeyspaceDigests:
     digest: bytes  # parent of the first block key; 32 bytes

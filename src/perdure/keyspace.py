@@ -28,7 +28,7 @@ from perdure.encoding import Encoder
 from perdure.errors import InvalidArgument, ReadOnlyStore
 from perdure.reports import ReadReport, WriteReport
 from perdure.segments.format import record_bytes
-from perdure.session import Scope, SessionVerbs
+from perdure.session import REJECTED, Scope, SessionVerbs
 from perdure.writing import Terms
 
 T = TypeVar("T")
@@ -63,11 +63,11 @@ class Keyspace(SessionVerbs):
         codec: str,
         admissions: Admissions,
     ):
-        secret = naming.tenant_secret(core.root_secret, tenant)
+        secret, self.epoch = core.tenants.secret(tenant)
         digests = naming.keyspace_digests(secret, identity)
         self._core, self._check = core, check
         self.tenant, self.identity, self.layout = tenant, identity, identity.layout
-        self.tenant_id = naming.tenant_id(secret)
+        self.tenant_id = core.tenants.id_of(tenant)
         self.digest, self.shared_digest = digests.digest, digests.shared
         self.codec, self.admission = Encoder(codec, identity.layout.element_bytes), admissions.of(self)
         self.audited = True  # its reads and writes are recorded, where there is a log
@@ -79,6 +79,11 @@ class Keyspace(SessionVerbs):
                 f"{core.writer.segment_bytes}; open it with a capacity of at least "
                 f"{need * limits.segments_per_capacity_min} bytes, or use smaller blocks"
             )
+
+    @property
+    def erased(self) -> bool:
+        """The tenant was erased since: nothing is found under these names any more, and nothing stored."""
+        return self._core.tenants.epoch(self.tenant_id) != self.epoch
 
     # --- names
     def chain(
@@ -100,14 +105,15 @@ class Keyspace(SessionVerbs):
         """Leading blocks that can be used. Reads no data: `read` has the last word."""
         self._check()
         array = naming.check_keys(keys)
-        found = reading.lookup(self._core, self._stored(array))
+        found = 0 if self.erased else reading.lookup(self._core, self._stored(array))
         self.admission.asked(array, found)
         return found
 
     def present(self, keys: KeyArray | Sequence[bytes]) -> NDArray[np.bool_]:
         """Which blocks are stored, per key."""
         self._check()
-        return reading.present_mask(self._core, self._stored(naming.check_keys(keys)))
+        array = naming.check_keys(keys)
+        return np.zeros(len(array), np.bool_) if self.erased else reading.present_mask(self._core, self._stored(array))
 
     def advise(
         self, keys: KeyArray | Sequence[bytes], *, prefill_tokens_per_s: float, deadline_s: float | None = None
@@ -132,13 +138,13 @@ class Keyspace(SessionVerbs):
     def _stored(self, keys: KeyArray) -> KeyArray:
         """The names under which `keys` are stored: others for published blocks that it has not stored itself."""
         publications = self._core.publications
-        stored: KeyArray = publications.resolved(self, keys) if publications else keys
+        stored: KeyArray = publications.resolved(self, keys) if publications and not self.erased else keys
         return stored
 
     def published(self, keys: KeyArray) -> list[int]:
         """Positions of the blocks that only a publication of another tenant may have."""
         publications = self._core.publications
-        found: list[int] = publications.elsewhere(self, keys) if publications else []
+        found: list[int] = publications.elsewhere(self, keys) if publications and not self.erased else []
         return found
 
     # --- moving blocks
@@ -283,6 +289,8 @@ class Keyspace(SessionVerbs):
     def session_ask(self, verb: str, fields: dict[str, Any]) -> dict[str, Any]:
         self._check()
         self._writable()
+        if self.erased:
+            return {"outcome": REJECTED, "why": writing.ERASED, "blocks": 0}
         told: dict[str, Any] = self._core.sessions.ask(Scope(self.tenant, self.tenant_id, self.digest), verb, fields)
         return told
 

@@ -198,9 +198,12 @@ audit_denials_records_max: Final = 100  # kinds of denials told one by one, per 
 audit_reserve_bytes: Final = 1 * MIB  # disk space kept ahead of the log, so that a full disk shows before an operation
 
 # --- keys -----------------------------------------------------------------------------------------------------
+quota_lease_s: Final = 10.0  # what a process may write of a shared quota without asking again ends then
 key_lease_s: Final = 300.0  # an unwrapped key is used so long without asking its key service again
 key_service_s: Final = 5.0
 key_retry_s: Final = 1.0  # a key service that did not answer is left alone so long
+erase_settle_s: Final = 30.0  # calls that began before an erasure are waited for so long at a time
+
 # --- governance -----------------------------------------------------------------------------------------------
 policy_file_bytes_max: Final = 1 * MIB
 policy_rules_entries_max: Final = 1000

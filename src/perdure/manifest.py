@@ -51,7 +51,7 @@ class Manifests:
 
     def __init__(self, core: Core, check: Callable[[], None]):
         self._core, self._check = core, check
-        self._spaces: dict[str, Keyspace] = {}
+        self._spaces: dict[str, Keyspace] = {}  # anew for a tenant that was erased
         self._admissions = Admissions("always", core.clock.boottime, core.kept_s)  # whatever the blocks' own is
 
     def extend(self, tenant: str, root: bytes, blocks: int, keys: KeyArray, ttl_s: float) -> bytes:
@@ -102,7 +102,7 @@ class Manifests:
     # --- inside
     def _space(self, tenant: str) -> Keyspace:
         space = self._spaces.get(tenant)
-        if space is None:
+        if space is None or space.erased:
             space = self._spaces[tenant] = Keyspace(
                 self._core,
                 self._check,

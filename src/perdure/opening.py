@@ -20,23 +20,15 @@ _CAPACITY_DEFAULT = "20GiB"
 _SETTINGS_KEY = b"audited settings"
 
 
-def check_sharing(catalog: str | None, state: object, audit: str | bool, encryption: str, roots: object = None) -> None:
-    """What goes with a cluster's catalog, where processes share a directory, and without. Raises InvalidArgument."""
-    if catalog is None:
-        if state is not None:
-            raise InvalidArgument("state=...: only a store whose catalog is a cluster has a state directory of its own")
-        return
-    if roots:
+def check_sharing(catalog: str | None, state: object, roots: object) -> None:
+    """Raises InvalidArgument."""
+    if catalog is None and state is not None:
+        raise InvalidArgument("state=...: only a store whose catalog is a cluster has a state directory of its own")
+    if catalog is not None and roots:
         raise InvalidArgument(
             f"roots={roots!r}: the processes that share a directory would have to agree on its roots, which is not "
             "built yet; leave roots out, or leave `catalog` out"
         )
-    for name, value in (("audit", audit), ("encryption", encryption)):
-        if value not in ("auto", "off", False):
-            raise InvalidArgument(
-                f"{name}={value!r}: the processes that share a directory would share its log and keys, which is not "
-                f"built yet; leave {name} out, or leave `catalog` out"
-            )
 
 
 def capacity_bytes_of(control: ControlStore, capacity: int | str | None, read_only: bool) -> int:
@@ -84,12 +76,13 @@ def record_settings(core: Core, settings: dict[str, Any]) -> None:
     settings = settings | {"capacity": core.space.capacity, "audit": "reads" if audit.every_read else "on"}
     if core.segments.keys is not None:
         settings["encryption"] = core.segments.keys.mode
-    kept = core.control.get(STORE_NAMESPACE, _SETTINGS_KEY)
+    key = _SETTINGS_KEY + audit.label
+    kept = core.control.get(STORE_NAMESPACE, key)
     before = json.loads(kept) if kept else {}
     changed = [f"{name}: {before.get(name)} -> {one}" for name, one in settings.items() if before.get(name) != one]
     if changed:
         audit.append(Event("config", detail="; ".join(changed)), durable=True)
-        core.control.compare_and_set(STORE_NAMESPACE, _SETTINGS_KEY, kept, json.dumps(settings).encode())
+        core.control.compare_and_set(STORE_NAMESPACE, key, kept, json.dumps(settings).encode())
 
     def tell(op: str, tenant_id: bytes, why: str) -> None:
         names = (one["tenant"] for one in keyspaces(core).values() if one["tenant_id"] == tenant_id.hex())

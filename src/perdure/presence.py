@@ -15,7 +15,7 @@ Contract
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -213,10 +213,14 @@ class PresenceIndex:
 
     def remove_segment(self, segment: int) -> int:
         """Forget every key that lies in a segment; returns how many."""
+        return self.remove_segments([segment])
+
+    def remove_segments(self, segments: Sequence[int]) -> int:
+        """As `remove_segment`, of several in one look."""
         with self._lock:
             table = self._table
-            inside = (table.segment == segment) & (table.fp.reshape(-1) > TOMBSTONE)
-            return self._bury(inside.nonzero()[0])
+            slots = (table.fp.reshape(-1) > TOMBSTONE).nonzero()[0]
+            return self._bury(slots[np.isin(table.segment[slots], np.asarray(segments, np.uint32))])
 
     def _bury(self, slots: Slots) -> int:
         fp = self._table.fp.reshape(-1)

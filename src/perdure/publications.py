@@ -36,7 +36,7 @@ from perdure.core import Core
 from perdure.errors import CatalogError, InvalidArgument, KeyUnavailable, PerdureError, ReadOnlyStore
 from perdure.governance import actor
 from perdure.governance.audit import Event
-from perdure.inspect import KEYSPACES, keyspaces, register
+from perdure.inspect import keyspaces, register
 from perdure.keyspace import Keyspace, check_seconds
 from perdure.publication_form import (
     COPYING,
@@ -54,6 +54,7 @@ from perdure.publication_form import (
 from perdure.publication_verbs import EVERYONE, PublicationVerbs
 from perdure.reports import ReadReport
 from perdure.segments.landing import BlockStatus
+from perdure.tenants import KEYSPACES
 
 _LOG = logging.getLogger("perdure.publications")
 _NAMESPACE: Final = "publication"
@@ -72,7 +73,7 @@ class Publications:
         self._all: dict[bytes, Publication] = {}
         self._numbers = 0
         self._tables: dict[bytes, Aliases | None] = {}
-        self._lock = threading.RLock()
+        self._lock = self.beginning = threading.RLock()  # who holds it sees all that will ever be published of before
         self._encrypted: set[bytes] = set()
         if core.segments.keys is not None:
             others = core.segments.keys.encrypts
@@ -96,6 +97,10 @@ class Publications:
 
     def __bool__(self) -> bool:
         return bool(self._all)
+
+    def names_of(self, tenant: str) -> list[str]:
+        """What is published of a tenant, or about to be."""
+        return [one.entry["name"] for one in list(self._all.values()) if one.entry["tenant"] == tenant]
 
     def permit(self, permits: Callable[[str], bool]) -> None:
         """From now on only what is published of tenants that `permits` names can be read."""

@@ -1,7 +1,8 @@
 """Making records visible: one catalog transaction per append, at once or collected, and the presence index after it.
 
 Contract
-- A record is published after its data is as durable as was asked for, insert-if-absent, fenced by the lease.
+- A record is published after its data is as durable as was asked for, insert-if-absent, fenced by the lease, and never
+  if its tenant or the block was erased since.
 - An unknown outcome is looked up: what stands in the catalog decides.
 - Ephemeral publishes wait in `Core.pending`, visible in this process, until the keeper commits them together.
 - Whoever was told that a block exists finds it in the presence index; whoever waits for it is woken after that.
@@ -16,7 +17,7 @@ from numpy.typing import NDArray
 
 from perdure.catalog.api import KeyArray, Lease, PublishResult, RecordArray, fingerprints
 from perdure.core import Core, ticks_of
-from perdure.errors import CatalogError, StaleFence
+from perdure.errors import CatalogError, Erased, StaleFence
 from perdure.keys import key_list
 from perdure.segments.writer import OpenSegment
 
@@ -43,6 +44,7 @@ def commit(core: Core, publication: Publication) -> NDArray[np.bool_]:
         if lease is not None and not core.control.check(lease):
             raise StaleFence(f"lease {lease.token} was lost during the write; nothing was published")
         core.sharing.check()
+        core.tenants.check(keys, records)
 
     try:
         results = core.index.publish(
@@ -106,7 +108,7 @@ def _flush(core: Core, publication: Publication, last: bool) -> CatalogError | N
         problem = error
         core.counters.add(catalog_errors=1)
         publication.attempts += 1
-        if publication.attempts < _ATTEMPTS_MAX and not last:
+        if publication.attempts < _ATTEMPTS_MAX and not last and not isinstance(error, Erased):
             core.pending.put_back(publication)
             return problem
         lost = np.ones(len(publication.keys), bool)

@@ -23,7 +23,7 @@ from perdure.catalog.api import RECORD, Durability, KeyArray, SegmentRecord, as_
 from perdure.core import Core
 from perdure.errors import CatalogError, CatalogUnavailable, RootUnavailable
 from perdure.governance.audit import AuditLog, Event
-from perdure.keys import key_list
+from perdure.keys import key_domain, key_list
 from perdure.reports import ReadReport
 from perdure.segments.landing import BlockStatus, Plan, Row
 
@@ -32,9 +32,9 @@ if TYPE_CHECKING:
 
 # As plain integers: an attribute of an enum costs as much as a checksum of 4 KiB.
 _FOUND, _MISSING = int(BlockStatus.FOUND), int(BlockStatus.MISSING)
-_SEGMENT, _TENANT, _OFFSET, _STORED, _BLOCK_BYTES, _EXPIRES, _DURABILITY, _CIPHER = map(
+_SEGMENT, _TENANT, _OFFSET, _STORED, _BLOCK_BYTES, _EXPIRES, _DURABILITY, _CIPHER, _EPOCH = map(
     (RECORD.names or ()).index,
-    ("segment", "tenant", "offset", "stored_bytes", "block_bytes", "expires_s", "durability", "cipher"),
+    ("segment", "tenant", "offset", "stored_bytes", "block_bytes", "expires_s", "durability", "cipher", "tenant_epoch"),
 )
 
 
@@ -67,7 +67,8 @@ def _catalog_prefix(core: Core, keys: KeyArray, known: int) -> int:
 
 
 def _asked_prefix(core: Core, keys: KeyArray, known: int) -> int:
-    if not core.sharing.shared and not core.pending and not core.table.any_expiring:
+    shared, erased = core.sharing.shared, core.tenants.filtering
+    if not shared and not erased and not core.pending and not core.table.any_expiring:
         return known + core.index.prefix(keys[known:])
     step = limits.lookup_gallop_first_blocks
     while known < len(keys):
@@ -136,7 +137,7 @@ def _from_memory(
     core: Core, space: Keyspace, keys: KeyArray, destinations: Sequence[Parts], report: ReadReport
 ) -> None:
     """Deliver what the DRAM tier holds; those bytes were verified when they got there."""
-    if not core.pool.budget_bytes or not core.knows_expiry:
+    if not core.pool.budget_bytes or not core.knows_expiry or space.erased:
         return
     slots = core.pool.get(keys)
     held = [slot for slot in slots if slot is not None]
@@ -195,7 +196,11 @@ def from_disk(
             direct=direct or (deadline is None and not core.pool.budget_bytes),
             domain=space.tenant_id,
         )
-        perform(core, plan, [space.layout.block_bytes] * len(chosen))
+        turn = core.tenants.begin()
+        try:
+            perform(core, plan, [space.layout.block_bytes] * len(chosen))
+        finally:
+            core.tenants.end(turn)
         report.statuses[chosen] = plan.statuses
         report._settled = plan.unsettled() or report._settled  # noqa: SLF001 (the report is ours)
         if not plan.problems:
@@ -282,16 +287,22 @@ def _quarantine(core: Core, plan: Plan) -> list[int]:
             # Expected, not signs of a bad disk: the segment was given up, or a power cut took what was never fsynced.
             given_up = owner is None and _is_gone(core, row[_SEGMENT])
             cut = row[_DURABILITY] == Durability.EPHEMERAL and owner is not None and owner.boot_id != boot_id
-            shredded = row[_CIPHER] and core.segments.keys and core.segments.keys.gone(row[_TENANT], row[_SEGMENT])
-            lost = (given_up or cut or bool(shredded)) and not unread
+            lost = (given_up or cut or _is_shredded(core, row)) and not unread
             if lost:
                 plan.statuses[place] = BlockStatus.MISSING
             elif not core.health.may_remove(row[_SEGMENT]) and not unread:
                 core.counters.add(quarantine_withheld=1)
                 continue
+            else:  # of many hosts this one's memory may be bad: on its word alone the others lose nothing
+                unread |= core.sharing.shared
             kind = "lost" if lost else BlockStatus(status).name.lower()
             _remove(core, keys[number : number + 1], row, kind, plan.problems[place], keep=unread)
     return moved
+
+
+def _is_shredded(core: Core, row: Row) -> bool:
+    keys = core.segments.keys
+    return bool(row[_CIPHER] and keys and keys.gone(key_domain(row[_TENANT], row[_EPOCH]), row[_SEGMENT]))
 
 
 def _segment_now(core: Core, segment: bytes) -> SegmentRecord | None:

@@ -179,11 +179,13 @@ class SessionVerbs:
     def lookup(self, keys: KeyArray | Sequence[bytes]) -> int:
         raise NotImplementedError
 
-    def session(self, name: str, *, ttl_s: float | None = None) -> Session:
+    def session(self, name: str, *, ttl_s: float | None = None, subject: str = "") -> Session:
         """The session of this name, opened if there is none.
 
-        ttl_s: idle time after which it is over (default: a week). Raises InvalidArgument, CatalogError."""
-        answer = self.answer_with_session(self.session_ask("open", {"name": name, "create": True, "ttl_s": ttl_s}))
+        ttl_s: idle time after which it is over (default: a week). subject: whom it is about, for `erase`; kept as a
+        keyed hash, and decided by the token where there is one. Raises InvalidArgument, CatalogError."""
+        fields = {"name": name, "create": True, "ttl_s": ttl_s, "subject": subject}
+        answer = self.answer_with_session(self.session_ask("open", fields))
         if answer.session is None:
             raise CatalogError(answer.why)
         return answer.session

@@ -13,6 +13,7 @@ import msgspec
 from perdure import limits
 from perdure.catalog.api import KeyArray, as_keys
 from perdure.errors import CatalogError, InvalidArgument
+from perdure.keys import derive
 
 Fields = dict[str, Any]
 
@@ -35,6 +36,7 @@ class Head(msgspec.Struct, array_like=True):
     next_use_s: int = 0
     tokens: list[tuple[bytes, int]] = []
     events: list[tuple[int, str, int]] = []
+    subject: bytes = b""  # whose it is, if that was told: see `subject_id`
 
 
 def decode_head(raw: bytes) -> Head:
@@ -55,11 +57,20 @@ _heads: Final = msgspec.msgpack.Decoder(Head)
 _encoder: Final = msgspec.msgpack.Encoder()
 
 
+def subject_id(secret: bytes, subject: str) -> bytes:
+    """What the head of a session says of whose it is: never the name."""
+    return derive(secret, "perdure/1/subject", subject.encode())[: limits.id_bytes]
+
+
+def subject(f: Fields, secret: bytes) -> bytes:
+    return subject_id(secret, text(f, "subject")) if f.get("subject") else b""
+
+
 def text(f: Fields, field: str) -> str:
     value = f.get(field)
     if not isinstance(value, str) or not 0 < len(value.encode()) <= limits.session_name_bytes_max:
         raise InvalidArgument(
-            f"session name {value!r}: must be text of 1 to {limits.session_name_bytes_max} bytes in UTF-8"
+            f"session {field} {value!r}: must be text of 1 to {limits.session_name_bytes_max} bytes in UTF-8"
         )
     return value
 

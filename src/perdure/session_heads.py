@@ -132,6 +132,7 @@ class Sessions:
                 raise _Stop(MISSING, f"there is no session {name!r}")
             ttl_s, clipped = form.ttl(f, "ttl_s", limits.session_ttl_s_default)
             head = Head(1, name, scope.keyspace, now, now, now + ttl_s, ttl_s, events=[(now, "opened", 0)])
+            head.subject = form.subject(f, self._core.tenants.secret(scope.tenant)[0])
             raw = self._core.control.get(NAMESPACE, key)  # of one that is over
             if not self._core.control.compare_and_set(NAMESPACE, key, raw, form.encode_head(head)):
                 head, _ = self._get(key)
@@ -205,6 +206,7 @@ class Sessions:
         child = Head(
             1, name, scope.keyspace, now, now, now + parent.ttl_s, parent.ttl_s, point, parent.root,
             parent.pages_expire_s, shared=point, origin=parent.name, events=[(now, "branched off", point)],
+            subject=parent.subject,
         )  # fmt: skip
         if point < parent.blocks:
             child.root = self.manifests.cut(scope.tenant, parent.root, parent.blocks, point, _PAGE_LIVES * parent.ttl_s)
@@ -320,11 +322,11 @@ class Sessions:
 
     # --- heads
     def _key(self, scope: Scope, name: str) -> bytes:
-        secret = naming.tenant_secret(self._core.root_secret, scope.tenant)
+        secret, _ = self._core.tenants.secret(scope.tenant)
         return scope.tenant_id + naming.derive(secret, "perdure/1/session", scope.keyspace + name.encode())
 
     def _mac(self, scope: Scope, body: bytes) -> bytes:
-        secret = naming.tenant_secret(self._core.root_secret, scope.tenant)
+        secret, _ = self._core.tenants.secret(scope.tenant)
         return naming.derive(secret, "perdure/1/handoff", scope.keyspace + body)[:_MAC_BYTES]
 
     def _now(self) -> int:
@@ -386,14 +388,14 @@ class Sessions:
         raw = self._core.control.get(NAMESPACE, key)
         if not self._core.control.compare_and_set(NAMESPACE, key, raw, None):
             raise _Stop(REJECTED, f"others change session {head.name!r} at the same time; try again")
-        self._unpin(key)
+        self.unpin(key)
 
     # --- pins
     def _pin_all(self, scope: Scope, head: Head, ttl_s: float) -> None:
         keys = self.manifests.keys(scope.tenant, head.root, head.blocks, 0, head.blocks)
         pages = self.manifests.pages(scope.tenant, head.root, head.blocks)
         key = self._key(scope, head.name)
-        self._unpin(key)
+        self.unpin(key)
         for part in (keys, pages) if ttl_s else ():
             self._pin_keys(key, part, ttl_s)
 
@@ -403,7 +405,7 @@ class Sessions:
             with self._lock:
                 self._pins.setdefault(key, []).append(pin)
 
-    def _unpin(self, key: bytes) -> None:
+    def unpin(self, key: bytes) -> None:
         with self._lock:
             pins = self._pins.pop(key, [])
         for pin in pins:
@@ -425,7 +427,7 @@ class Sessions:
         for key, raw in self._core.control.items(NAMESPACE) if now else ():
             if 0 < form.decode_head(raw).expires_s <= now:
                 self._core.control.compare_and_set(NAMESPACE, key, raw, None)
-                self._unpin(key)
+                self.unpin(key)
 
     def pin_again(self, scopes: Iterable[Scope]) -> None:
         """After opening: the pins of the process that had the store open ended with it; those of sessions go on."""

@@ -32,9 +32,10 @@ from perdure.catalog.api import BlockIndex, ControlStore
 from perdure.catalogs import kind_of, open_catalogs
 from perdure.clock import Clock, SteadyWall, SystemClock
 from perdure.core import STORE_NAMESPACE, Core, Incidents, Pins
-from perdure.errors import CatalogError, ReadOnlyStore, StoreClosed, StorePathError
+from perdure.errors import CatalogError, StoreClosed, StorePathError
 from perdure.governance.audit import Event, open_log
-from perdure.governance.keystore import open_keystore, rotate
+from perdure.governance.keystore import open_keystore
+from perdure.governing import Governing, serve
 from perdure.io.aio import default_engine
 from perdure.io.api import Engine, Files
 from perdure.io.files import PosixFiles
@@ -70,6 +71,7 @@ from perdure.segments.store import SegmentStore
 from perdure.segments.table import SegmentTable
 from perdure.segments.writer import SegmentWriter
 from perdure.session_heads import Sessions
+from perdure.tenants import Tenants
 
 _CALL_THREADS = 4
 _INDEX_BYTES_PER_PAGE = 0.1  # address space for the index: capacity in pages times this, generously
@@ -92,7 +94,7 @@ class Seams:
     pool: Callable[[int], DramPool] = DramPool
 
 
-class Store(Publishing):
+class Store(Governing, Publishing):
     """One open directory. Made by `perdure.open`."""
 
     def __init__(
@@ -120,13 +122,12 @@ class Store(Publishing):
         self._closed: str | None = None
         self._spaces: dict[bytes, Keyspace] = {}
         memory_bytes = parse_size(memory, "memory")
-        check_sharing(catalog, state, audit, encryption, roots)
+        check_sharing(catalog, state, roots)
         identity = directory.prepare(self.path, create=not read_only, clock=seams.clock, catalog=kind_of(catalog))
         with contextlib.ExitStack() as undo:
-            self._lock = None
+            self._lock, place = None, self.path
             if not read_only:
                 try:
-                    place = self.path
                     if catalog is not None:
                         place = directory.state_directory(self.path if state is None else Path(state))
                     self._lock = directory.WriterLock(place, seams.clock)
@@ -144,7 +145,10 @@ class Store(Publishing):
             self._core = self._assemble(identity, capacity, memory_bytes, read_only, places, seams, drop_index, undo)
             self._catalogs.watch(self._core.waiters)
             if not read_only:
-                self._core.audit = open_log(self.path, identity.store, self._core.root_secret, seams.clock.wall, audit)
+                self._core.audit = open_log(
+                    place, identity.store, self._core.root_secret, seams.clock.wall, audit,
+                    one_of_many=self._catalogs.shared,
+                )  # fmt: skip
             if self._core.audit is not None:
                 undo.callback(self._core.audit.close)
                 record_settings(self._core, {"mirror": mirror and str(mirror), "kek": kek, "catalog": kind_of(catalog)})
@@ -153,6 +157,8 @@ class Store(Publishing):
         self._core.sessions = Sessions(self._core, self._check, self._prefetcher)
         self._core.publications = Publications(self._core, self._check)
         self._admissions = Admissions(admission, self._core.clock.boottime, self._core.kept_s)
+        self._core.erasures = serve(self._core)
+        self._core.erasures.load()
         self._keeper = Keeper(self._core)
         if not read_only:
             self._keeper.start()
@@ -190,6 +196,7 @@ class Store(Publishing):
             # a file without a record, too: of a control store that is older than it, nothing may be made unreadable
             keys.tidy(lambda segment: table.get(segment) is not None or segments.exists(segment))
         undo.callback(segments.close)
+        tenants = Tenants(places[0], keys, control, secret, read_only=read_only)
         engine, scratch, pool = seams.engine(), Scratch(), seams.pool(memory_bytes)
         engine = engine if roots is None else NotingEngine(engine)
         undo.callback(engine.close)
@@ -215,7 +222,7 @@ class Store(Publishing):
             steady=steady, files=places[0], engine=engine, scratch=scratch, index=index, control=control, table=table,
             segments=segments, space=space, presence=presence, pool=pool, reader=reader, writer=writer,
             reclaimer=reclaimer, recovery=recovery, health=Health(clock),
-            sharing=sharing, pins=pins, incidents=Incidents(control, steady.now), rates=Rates(),
+            sharing=sharing, tenants=tenants, pins=pins, incidents=Incidents(control, steady.now), rates=Rates(),
             workers=ThreadPoolExecutor(cores, thread_name_prefix="perdure-codec"),
             calls=ThreadPoolExecutor(_CALL_THREADS, thread_name_prefix="perdure-call"), index_lost=index_lost,
         )  # fmt: skip
@@ -260,18 +267,6 @@ class Store(Publishing):
         """All sessions that are not over, of one tenant if named. JSON-able; times in seconds since 1970."""
         self._check()
         return session_admin.every(self._core, tenant)
-
-    def rotate_kek(self) -> int:
-        """A new key-encryption key, recorded; see `Keystore.rotate`. Raises KeyUnavailable, AuditUnavailable."""
-        self._check()
-        if self._core.read_only or self._core.segments.keys is None:
-            raise ReadOnlyStore(f"{self.path} was opened read-only; open it without read_only=True")
-        return rotate(self._core.segments.keys, self._core.audit)
-
-    def session_admin(self, verb: str, fields: dict[str, Any]) -> dict[str, Any]:
-        """What `perdure sessions` asks; see `session_admin.administer`."""
-        self._check()
-        return session_admin.administer(self._core, verb, fields)
 
     def status(self) -> dict[str, Any]:
         """What is stored, what it takes, how the store and its host are. JSON-able; sizes in bytes."""
@@ -337,6 +332,7 @@ class Store(Publishing):
                 steps.callback(core.writer.close)
                 steps.callback(flush_pending, core, last=True)
                 steps.callback(self._keeper.stop)
+                steps.callback(core.erasures.stop)
 
     @property
     def core(self) -> Core:
@@ -374,8 +370,8 @@ def open(path: str | os.PathLike[str], **options: Any) -> Store:  # noqa: A001 (
     admission: which blocks are worth storing: "always", "never", "value" (by expected value, learned; `ValueAdmission`
     with other prices), or a function (`AdmissionRequest` -> mask). codec: default of keyspaces ("auto", "on", "off").
     catalog: "valkey://h1,h2,h3" for a Valkey Cluster in place of LMDB in the directory; see `perdure.catalogs`.
-    audit: "on": keep an audit log in DIR/audit; "reads": and let no engine read memory unseen; "off"; "auto": as last
-    time, at first off.
+    audit: "on": keep an audit log in DIR/audit (with `state`: there); "reads": and let no engine read memory unseen;
+    "off"; "auto": as last time, at first off.
     encryption: of new segments: "on", "off", "tenants:NAME,NAME"; "auto": as last time, at first off. kek: what wraps
     their keys: "" (a file in DIR/keystore), "file:PATH", "vault:URL#KEY", "pkcs11:URI".
     state: with `catalog`: local directory for what only this process may use (a lock); DIR if not given. Processes that

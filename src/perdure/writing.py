@@ -51,6 +51,7 @@ if TYPE_CHECKING:
 _CHUNK_BYTES = 64 * limits.MIB  # bounds the memory of one write for staging and encoding
 _FULL = {errno.ENOSPC, errno.EDQUOT}
 _ATTEMPTS_MAX = 3
+ERASED = "the tenant was erased since this keyspace was opened; open it again"
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,6 +80,14 @@ def retention(ttl_s: float | None, now_s: float) -> tuple[int, int]:
 
 
 def write(core: Core, space: Keyspace, keys: KeyArray, blocks: Sequence[Parts], terms: Terms) -> WriteReport:
+    turn = core.tenants.begin()
+    try:
+        return _write(core, space, keys, blocks, terms)
+    finally:
+        core.tenants.end(turn)
+
+
+def _write(core: Core, space: Keyspace, keys: KeyArray, blocks: Sequence[Parts], terms: Terms) -> WriteReport:
     started = time.monotonic()
     count = len(keys)
     report = WriteReport(np.full(count, WriteStatus.FAILED, np.uint8), 0, 0, 0, 0.0)
@@ -88,7 +97,9 @@ def write(core: Core, space: Keyspace, keys: KeyArray, blocks: Sequence[Parts], 
     if terms.lease is not None and not core.control.check(terms.lease):
         raise StaleFence(f"lease {terms.lease.token} was lost before the write; nothing was written")
     todo = np.zeros(0, np.intp)
-    if count:
+    if space.erased:
+        _refuse(report, np.arange(count), WriteStatus.REJECTED, ERASED)
+    elif count:
         todo, terms = _new_blocks(core, keys, terms, report)
     todo = _admitted(core, space, keys, todo, terms, report)
     step = max(1, _CHUNK_BYTES // space.layout.block_bytes)
@@ -149,11 +160,14 @@ def _new_blocks(core: Core, keys: KeyArray, terms: Terms, report: WriteReport) -
         unseen = enough & ~maybe  # published by another thread, which has not shown them yet
         show(core, keys[unseen], records[unseen], only_absent=True)
     report.statuses[enough] = WriteStatus.EXISTS
+    buried = core.tenants.buried(keys)
+    if buried.any():
+        _refuse(report, np.flatnonzero(buried), WriteStatus.REJECTED, "it is being erased; store it again afterwards")
     if enough.any():
         core.touches.add(keys[enough], core.tick())
     first = np.zeros(len(keys), bool)
     first[np.unique(prints, return_index=True)[1]] = True  # equal fingerprints of different keys: never seen
-    return np.flatnonzero(first & ~enough), terms
+    return np.flatnonzero(first & ~enough & ~buried), terms
 
 
 def _strengthened(terms: Terms, replaced: RecordArray) -> Terms:
@@ -219,7 +233,7 @@ def _store(
             return
         batch = Batch(
             space.digest, np.ascontiguousarray(keys[todo]), payloads, space.layout.block_bytes, used, space.tenant_id,
-            0, terms.durability, terms.retention, terms.created_s, terms.expires_s,
+            space.epoch, terms.durability, terms.retention, terms.created_s, terms.expires_s,
             terms.lease.token if terms.lease is not None else 0,
         )  # fmt: skip
         problem: OSError | None = None

@@ -3,6 +3,7 @@
 - `needs_vllm` marks a test (`pytestmark = needs_vllm` a file); `make test-engines` has vLLM.
 - `smollm`: the directory of SmolLM2 in fp32. `models`: a folder for `support.tiny_models`, kept for the whole run.
 - `service`: `perdure serve` in a process of its own; `serve` makes more of them.
+- `served`: a service in this process; `engine`: engines on it that run vLLM's scheduler and no model.
 - `offline`, `server`: start vLLM in processes of their own (`perdure.testing.vllm_offline`, `vllm_server`), which are
   killed at the end of the test; what they wrote is shown if the test fails.
 """
@@ -16,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.engines import needs_vllm
+from support.engines import Served, needs_vllm
 
 from perdure.testing.transport import ServiceProcess
 from perdure.testing.vllm_offline import OfflineEngine
@@ -69,6 +70,23 @@ def serve(tmp_path: Path) -> Iterator[Callable[..., ServiceProcess]]:
 @pytest.fixture
 def service(serve: Callable[..., ServiceProcess]) -> ServiceProcess:
     return serve()
+
+
+@pytest.fixture
+def served(tmp_path: Path) -> Iterator[Served]:
+    one = Served(tmp_path)
+    one.start()
+    yield one
+    one.stop()
+
+
+@pytest.fixture
+def engine(served: Served) -> Iterator[Callable[..., Any]]:
+    """engine(**arguments of SimEngine)."""
+    from support.engine_sim import SimEngine
+
+    with contextlib.ExitStack() as stack:
+        yield lambda **arguments: stack.enter_context(SimEngine(served.folder, served.url, **arguments))
 
 
 @pytest.fixture

@@ -2,64 +2,15 @@
 
 from __future__ import annotations
 
-import contextlib
-import random
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
-from support.engines import needs_vllm
-from support.served import serving
+from support.engines import Served, needs_vllm, prompt_of
 
 pytestmark = needs_vllm
-
-
-def prompt_of(count: int, seed: int = 1) -> list[int]:
-    rng = random.Random(seed)
-    return [rng.randrange(1, 999) for _ in range(count)]
-
-
-class Service:
-    """A service that can be ended and started in the middle of a test."""
-
-    def __init__(self, folder: Path):
-        self.folder, self._stack = folder, contextlib.ExitStack()
-
-    @property
-    def url(self) -> str:
-        return f"unix://{self.folder}/store/perdure.sock"
-
-    def start(self) -> None:
-        self.store, _ = self._stack.enter_context(serving(self.folder / "store"))
-
-    def stop(self) -> None:
-        self._stack.close()
-
-
-@pytest.fixture
-def service(tmp_path: Path) -> Iterator[Service]:
-    one = Service(tmp_path)
-    one.start()
-    yield one
-    one.stop()
-
-
-@pytest.fixture
-def engine(service: Service) -> Iterator[Callable[..., Any]]:
-    """engine(**arguments of SimEngine): an engine on the test's service."""
-    from support.engine_sim import SimEngine
-
-    made: list[SimEngine] = []
-
-    def start(**arguments: Any) -> SimEngine:
-        made.append(SimEngine(service.folder, service.url, **arguments))
-        return made[-1]
-
-    yield start
-    for one in made:
-        one.close()
 
 
 def test_what_one_engine_stored_another_one_restores(engine: Callable[..., Any]) -> None:
@@ -151,10 +102,10 @@ def test_pressure_preempts_and_overwrites_and_nothing_is_stored_wrong(
 
 
 # --- the service is away, dies, or has something else
-def test_an_engine_without_a_service_computes(engine: Callable[..., Any], service: Service) -> None:
+def test_an_engine_without_a_service_computes(engine: Callable[..., Any], served: Served) -> None:
     from support.engine_sim import answer
 
-    service.stop()
+    served.stop()
     one = engine()
     prompt = prompt_of(200)
     assert one.ask("a", prompt) == answer(prompt, 4)
@@ -162,7 +113,7 @@ def test_an_engine_without_a_service_computes(engine: Callable[..., Any], servic
 
 
 @pytest.mark.parametrize("window", [None, 64])
-def test_the_service_dies_before_a_load(engine: Callable[..., Any], service: Service, window: int | None) -> None:
+def test_the_service_dies_before_a_load(engine: Callable[..., Any], served: Served, window: int | None) -> None:
     """FAULTS 30, 31: reported once, by block or for the request; computed; not offered again."""
     from support.engine_sim import answer
 
@@ -171,23 +122,23 @@ def test_the_service_dies_before_a_load(engine: Callable[..., Any], service: Ser
     first.ask("a", prompt)
     first.settle()
     second = engine(window_tokens=window)
-    second.before_loads = service.stop
+    second.before_loads = served.stop
     assert second.ask("a", prompt, tokens=30) == answer(prompt, 30)
     assert second.counters["hits"] == 1
     assert second.counters["failed_loads"] == 1
     assert second.finished["a"] == "length"
 
 
-def test_the_service_dies_and_comes_back(engine: Callable[..., Any], service: Service) -> None:
+def test_the_service_dies_and_comes_back(engine: Callable[..., Any], served: Served) -> None:
     from support.engine_sim import answer
 
     one = engine(extra={"retry_s_min": 0.01, "retry_s_max": 0.02}, enable_prefix_caching=False)
     prompts = [prompt_of(200, seed) for seed in range(4)]
     one.ask("a", prompts[0])
-    service.stop()
+    served.stop()
     for at, prompt in enumerate(prompts):
         assert one.ask(f"away{at}", prompt) == answer(prompt, 4)
-    service.start()
+    served.start()
     give_up = time.monotonic() + 30
     while not one.counters["hits"]:
         assert one.ask(f"back{one.steps}", prompts[1]) == answer(prompts[1], 4)
@@ -195,20 +146,20 @@ def test_the_service_dies_and_comes_back(engine: Callable[..., Any], service: Se
 
 
 @pytest.mark.parametrize("window", [None, 64])
-def test_a_damaged_block_is_a_miss(engine: Callable[..., Any], service: Service, window: int | None) -> None:
+def test_a_damaged_block_is_a_miss(engine: Callable[..., Any], served: Served, window: int | None) -> None:
     from support.engine_sim import answer
 
     prompt = prompt_of(300)
     first = engine(window_tokens=window)
     first.ask("a", prompt)
     first.settle()
-    service.stop()
-    for segment in (service.folder / "store" / "segments").glob("*/*.seg"):
+    served.stop()
+    for segment in (served.folder / "store" / "segments").glob("*/*.seg"):
         raw = bytearray(segment.read_bytes())
         for at in range(4096 + 100, len(raw), 64 * 1024):  # inside a payload here and there
             raw[at] ^= 1
         segment.write_bytes(raw)
-    service.start()
+    served.start()
     second = engine(window_tokens=window)
     assert second.ask("a", prompt) == answer(prompt, 4)
     assert second.external["a"] < 288
@@ -308,10 +259,10 @@ def test_a_canary_that_agrees_changes_nothing(engine: Callable[..., Any]) -> Non
     assert second.counters["canaries_tripped"] == 0
 
 
-def test_an_operator_turns_it_off_and_on(engine: Callable[..., Any], service: Service) -> None:
+def test_an_operator_turns_it_off_and_on(engine: Callable[..., Any], served: Served) -> None:
     from perdure.engines import control
 
-    path = control.file_of(service.url)
+    path = control.file_of(served.url)
     prompt = prompt_of(200)
     one = engine(enable_prefix_caching=False)
     one.ask("a", prompt)
@@ -328,7 +279,7 @@ def test_an_operator_turns_it_off_and_on(engine: Callable[..., Any], service: Se
     assert one.external["d"] == 192
 
 
-def test_hints_pin_release_and_name_a_session(engine: Callable[..., Any], service: Service) -> None:
+def test_hints_pin_release_and_name_a_session(engine: Callable[..., Any], served: Served) -> None:
     one = engine(enable_prefix_caching=False)
     prompt = prompt_of(200)
     for name, params in (
@@ -339,7 +290,7 @@ def test_hints_pin_release_and_name_a_session(engine: Callable[..., Any], servic
         one.run()
         one.settle()
     give_up = time.monotonic() + 30
-    while not (sessions := service.store.sessions()) or not service.store.status()["pins"]:
+    while not (sessions := served.store.sessions()) or not served.store.status()["pins"]:
         assert time.monotonic() < give_up
         time.sleep(0.02)
     assert [one["name"] for one in sessions] == ["agent"]
@@ -433,7 +384,7 @@ def test_as_a_child_of_multiconnector(engine: Callable[..., Any]) -> None:
 
 
 @pytest.mark.parametrize("window", [None, 64])
-def test_two_ranks_have_what_both_have(engine: Callable[..., Any], service: Service, window: int | None) -> None:
+def test_two_ranks_have_what_both_have(engine: Callable[..., Any], served: Served, window: int | None) -> None:
     """FAULTS 36: each rank stores its own; a load that fails on one of them fails for both."""
     from support.engine_sim import answer
 
@@ -449,12 +400,31 @@ def test_two_ranks_have_what_both_have(engine: Callable[..., Any], service: Serv
     assert alone.ask("a", prompt) == answer(prompt, 4)
     assert alone.external["a"] == 0
     third = engine(ranks=2, window_tokens=window)
-    third.before_loads = service.stop
+    third.before_loads = served.stop
     assert third.ask("a", prompt, tokens=30) == answer(prompt, 30)
     assert third.counters["failed_loads"] == 2
 
 
-def test_a_canary_that_differs_turns_the_connector_off_until_told(engine: Callable[..., Any], service: Service) -> None:
+def test_what_all_ranks_hold_is_stored_once(engine: Callable[..., Any]) -> None:
+    """Latent attention: the first rank stores, every rank loads."""
+    from support.engine_sim import answer
+
+    prompt = prompt_of(300)
+    first = engine(ranks=2, latent=True)
+    first.ask("a", prompt, tokens=1)
+    first.settle()
+    first.ask("b", prompt_of(5), tokens=1)  # a step brings the counts
+    assert first.counters["saved_blocks"] == 18
+    second = engine(ranks=2, latent=True)
+    assert second.ask("a", prompt, tokens=30) == answer(prompt, 30)
+    assert second.external["a"] == 288
+    assert second.counters["loads"] == 2
+    alone = engine(latent=True)
+    alone.ask("a", prompt)
+    assert alone.external["a"] == 0
+
+
+def test_a_canary_that_differs_turns_the_connector_off_until_told(engine: Callable[..., Any], served: Served) -> None:
     from perdure.engines import control
 
     prompt = prompt_of(200)
@@ -472,7 +442,7 @@ def test_a_canary_that_differs_turns_the_connector_off_until_told(engine: Callab
     assert "differs" in one.connector._scheduler.tripped
     one.ask("b", prompt)
     assert one.external["b"] == 0
-    control.tell(control.file_of(service.url), off=False)
+    control.tell(control.file_of(served.url), off=False)
     one.connector._scheduler._watch.look()
     one.ask("c", prompt)
     assert one.external["c"] > 0

@@ -115,8 +115,17 @@ def test_an_error_is_no_end(teller: Any, listener: Listener) -> None:
     assert not set(stored.block_hashes) & set(HASHES)
 
 
+def test_an_adapter_is_looked_up_by_its_content_and_told_by_its_name(teller: Any, listener: Listener) -> None:
+    adapter = SimpleNamespace(lora_name="helper")
+    names = [bytes([200 + number]) * 32 for number in range(len(HASHES))]
+    teller.ended(request(lora_request=adapter), len(TOKENS), lambda: [[Space(*names[:3])]], lambda: names)
+    until(lambda: len(listener.told) == 1)
+    [stored] = listener.told
+    assert (stored.block_hashes, stored.lora_name, stored.token_ids) == (HASHES[:3], "helper", TOKENS[:12])
+
+
 def test_what_tokens_do_not_name_is_not_told(teller: Any) -> None:
-    for named in ({"mm_features": ["image"]}, {"lora_request": "adapter"}, {"prompt_embeds": "tensor"}):
+    for named in ({"mm_features": ["image"]}, {"prompt_embeds": "tensor"}):
         teller.ended(request(**named), len(TOKENS), lambda: [[Space(*HASHES)]])
     teller.ended(request(), 0, lambda: [[Space(*HASHES)]])
     assert not teller._waiting

@@ -569,8 +569,10 @@ def engine_settings(engine_id: str = "x", **changed: Any) -> Any:
         "kv_transfer_config": SimpleNamespace(engine_id=engine_id),
         "lora_config": None,
         "cache_config": SimpleNamespace(
-            prefix_caching_hash_algo="sha256", cache_dtype="auto", kv_cache_layout="LBHNC", calculate_kv_scales=False
+            prefix_caching_hash_algo="sha256", cache_dtype="auto", kv_cache_layout="LBHNC", calculate_kv_scales=False,
+            enable_prefix_caching=False,
         ),
+        "scheduler_config": SimpleNamespace(enable_chunked_prefill=False),
         "model_config": SimpleNamespace(
             dtype="torch.bfloat16", revision=None, quantization=None, model="m",
             hf_config=SimpleNamespace(to_dict=lambda: {"rope_theta": 1.0}),

@@ -7,18 +7,18 @@ Few engines are started for all of it, because starting one takes half a minute.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 from support import tiny_models
-from support.engines import needs_vllm
+from support.engines import needs_vllm, same
 
 import perdure
-from perdure.benchmarks.engines_tier import prompt, stored
-from perdure.benchmarks.engines_tier_process import EngineProcess
+from perdure.benchmarks.engines_tier import forget, generate, prompt, stored
 from perdure.testing.transport import ServiceProcess
+from perdure.testing.vllm_offline import Generated, OfflineEngine
+from perdure.testing.vllm_process import tiering
 
 pytestmark = [
     pytest.mark.slow,
@@ -51,7 +51,7 @@ class Scene:
     def serve(self) -> ServiceProcess:
         return ServiceProcess(self.data, capacity="4GiB", memory="1GiB")
 
-    def engine(self, name: str) -> EngineProcess:
+    def engine(self, name: str) -> OfflineEngine:
         tiers = [
             {
                 "type": "perdure", "module_path": "perdure.engines.vllm.tier", "locality": "REMOTE", "weights": "files",
@@ -59,8 +59,9 @@ class Scene:
             },
             {"type": "fs", "root_dir": str(self.folder / "fs"), "locality": "LOCAL"},
         ]  # fmt: skip
-        engine = EngineProcess(self.folder, name, model=str(self.model), tiers=tiers, length=2048)
-        engine.generate(prompt(99, 300))
+        llm = {"model": self.model, "dtype": "float32", "max_model_len": 2048}
+        engine = OfflineEngine(llm, self.folder / f"{name}.log", transfer=tiering(*tiers))
+        generate(engine, prompt(99, 300))
         return engine
 
     def files(self) -> set[Path]:
@@ -75,94 +76,95 @@ def scene(tmp_path_factory: pytest.TempPathFactory, smollm: Path) -> Iterator[Sc
     scene.service.end()
 
 
-def said(answer: dict[str, Any]) -> tuple[list[int], list[float]]:
-    return answer["ids"], answer["logprobs"]
-
-
 def test_a_context_outlives_its_engine_and_nothing_changes_the_output(scene: Scene) -> None:
     context = prompt(1, TOKENS)
     with scene.engine("first") as engine:
         stored(engine, 2)
         others = scene.files()
-        cold = engine.generate(context, max_tokens=TEXT)
-        local = engine.generate(context, max_tokens=TEXT)
-        assert (cold["cached"], local["cached"]) == (0, CACHED)
+        cold = generate(engine, context, max_tokens=TEXT)
+        local = generate(engine, context, max_tokens=TEXT)
+        assert (cold.cached_tokens, local.cached_tokens) == (0, CACHED)
         stored(engine, 2)
         engine.end()
     with scene.engine("second") as engine:
         # a new process
-        restored = engine.generate(context, max_tokens=TEXT, **{"from": "remote"})
-        assert restored["cached"] == CACHED
-        assert said(restored) == said(local) == said(cold)  # float32: a local hit computes the same as a cold prompt
+        restored = generate(engine, context, "remote", TEXT)
+        assert restored.cached_tokens == CACHED
+        assert same(restored, local)
+        assert same(local, cold)  # float32: a local hit computes the same as a cold prompt
         _damaged(scene, engine, context, local, min(scene.files() - others))
         _without_service(scene, engine, context, local)
 
 
-def _damaged(scene: Scene, engine: EngineProcess, context: list[int], local: dict[str, Any], file: Path) -> None:
+def _damaged(scene: Scene, engine: OfflineEngine, context: list[int], local: Generated, file: Path) -> None:
     damage(file)
-    engine.ask("forget")
-    other = engine.generate(context, max_tokens=TEXT, **{"from": "local"})
-    same = said(other) == said(local)
-    print(f"fs tier, one bit flipped: {other['cached']} tokens from it, output {'the same' if same else 'CHANGED'}")
+    forget(engine)
+    other = generate(engine, context, "local", TEXT)
+    told = "the same" if same(other, local) else "CHANGED"
+    print(f"fs tier, one bit flipped: {other.cached_tokens} tokens from it, output {told}")
 
     scene.service.end()
     damage(max(scene.data.glob("segments/*/*.seg"), key=lambda path: path.stat().st_size))
     scene.service = scene.serve()
-    engine.ask("forget")
-    ours = engine.generate(context, max_tokens=TEXT, **{"from": "remote"})
-    print(f"perdure, one bit flipped: {ours['cached']} tokens from it, output the same")
-    assert said(ours) == said(local)
-    assert ours["cached"] < CACHED
+    forget(engine)
+    ours = generate(engine, context, "remote", TEXT)
+    print(f"perdure, one bit flipped: {ours.cached_tokens} tokens from it, output the same")
+    assert same(ours, local)
+    assert ours.cached_tokens is not None
+    assert ours.cached_tokens < CACHED
     with perdure.connect(scene.service.address("unix")) as store:
         assert "corrupt" in str(store.status())
     stored(engine)  # what was recomputed is there again
-    engine.ask("forget")
-    again = engine.generate(context, max_tokens=TEXT, **{"from": "remote"})
-    assert (again["cached"], said(again)) == (CACHED, said(local))
+    forget(engine)
+    again = generate(engine, context, "remote", TEXT)
+    assert again.cached_tokens == CACHED
+    assert same(again, local)
 
 
-def _without_service(scene: Scene, engine: EngineProcess, context: list[int], local: dict[str, Any]) -> None:
+def _without_service(scene: Scene, engine: OfflineEngine, context: list[int], local: Generated) -> None:
     scene.service.end()
-    engine.ask("forget")
-    alone = engine.generate(context, max_tokens=TEXT, **{"from": "remote"})
-    assert (alone["cached"], said(alone)) == (0, said(local))
+    forget(engine)
+    alone = generate(engine, context, "remote", TEXT)
+    assert alone.cached_tokens == 0
+    assert same(alone, local)
 
     scene.service = scene.serve()
     for delay_blocks in range(3):  # killed while it looks, brings or delivers; wherever it gets to
-        engine.ask("forget")
-        engine.send("generate", tokens=context, max_tokens=TEXT, **{"from": "remote"})
+        forget(engine)
+        params = {"kv_load_tiers": [{"locality": "remote"}]}
+        engine.begin([context], max_tokens=TEXT, params=params, ignore_eos=True)
         scene.service.process.poll()
         for _ in range(delay_blocks * 20):
             scene.service.process.poll()
         scene.service.end()
-        assert said(engine.receive()) == said(local)
+        assert same(engine.finish()[0], local)
         scene.service = scene.serve()
 
 
 @pytest.mark.parametrize("kind", ["gemma3", "gpt-oss", "qwen3-next"])
-def test_models_of_several_kinds_of_attention(kind: str, models: Path, service: ServiceProcess, tmp_path: Path) -> None:
+def test_models_of_several_kinds_of_attention(
+    kind: str, models: Path, service: ServiceProcess, offline: Callable[..., OfflineEngine]
+) -> None:
     """Sliding windows beside full attention, and linear attention's states: groups of their own, and all come back."""
     given = tiny_models.llm(kind, models)
     if kind == "qwen3-next":
         given |= {"enable_prefix_caching": True, "mamba_cache_mode": "align"}
-    options: dict[str, Any] = {
-        "model": given.pop("model"), "dtype": given.pop("dtype"), "length": given.pop("max_model_len"),
-        "cpu_bytes": 1 << 28, "engine": given,
-    }  # fmt: skip
     url = service.address("unix")
     tier = {"type": "perdure", "module_path": "perdure.engines.vllm.tier", "weights": "files", "url": url}
+    transfer = tiering(tier, cpu_bytes=1 << 28)
     context = tiny_models.prompt(TOKENS)
-    with EngineProcess(tmp_path, "first", tiers=[tier], **options) as engine:
-        engine.generate(context, max_tokens=TEXT)
-        local = engine.generate(context, max_tokens=TEXT)
+    with offline(given, transfer=transfer) as engine:
+        generate(engine, context, max_tokens=TEXT)
+        local = generate(engine, context, max_tokens=TEXT)
         stored(engine)
         engine.end()
-    with EngineProcess(tmp_path, "second", tiers=[tier], **options) as engine:
-        restored = engine.generate(context, max_tokens=TEXT)
-        assert restored["cached"] > TOKENS // 2
-        assert said(restored) == said(local)
+    with offline(given, transfer=transfer) as engine:
+        restored = generate(engine, context, max_tokens=TEXT)
+        assert restored.cached_tokens is not None
+        assert restored.cached_tokens > TOKENS // 2
+        assert same(restored, local)
         engine.end()
     if kind == "gemma3":  # the same files, computed with differently
         given["hf_overrides"] = {"rms_norm_eps": 0.01}
-        with EngineProcess(tmp_path, "third", tiers=[tier], **options) as engine:
-            assert engine.generate(context, max_tokens=TEXT)["cached"] == 0
+        with offline(given, transfer=transfer) as engine:
+            assert generate(engine, context, max_tokens=TEXT).cached_tokens == 0

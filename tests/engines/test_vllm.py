@@ -6,40 +6,17 @@ import random
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
-from support.engines import needs_vllm
+from support.engines import PATIENT, needs_vllm, same, transfer, wait_stored
 from support.tiny_models import llm, prompt
 
-import perdure
 from perdure.testing.transport import ServiceProcess
-from perdure.testing.vllm_offline import Generated, OfflineEngine
-from perdure.testing.vllm_process import connector
+from perdure.testing.vllm_offline import OfflineEngine
 
 pytestmark = [needs_vllm, pytest.mark.slow]
 
 TOKENS = 24
-
-
-def transfer(service: ServiceProcess, **extra: Any) -> dict[str, Any]:
-    return connector(f"unix://{service.data}/perdure.sock", **extra)
-
-
-def same(one: Generated, other: Generated) -> bool:
-    return one.tokens == other.tokens and one.logprobs == other.logprobs
-
-
-def stored_blocks(service: ServiceProcess) -> int:
-    with perdure.connect(service.data) as client:
-        return int(client.status()["blocks"])
-
-
-def wait_stored(service: ServiceProcess, blocks: int) -> None:
-    give_up = time.monotonic() + 60
-    while stored_blocks(service) < blocks:
-        assert time.monotonic() < give_up, f"{stored_blocks(service)} blocks are stored, {blocks} were expected"
-        time.sleep(0.05)
 
 
 def test_smollm_cold_equals_local_hit_equals_restored(
@@ -55,9 +32,7 @@ def test_smollm_cold_equals_local_hit_equals_restored(
     assert cold.cached_tokens == 0
     assert local.cached_tokens == 1408
     assert same(cold, local)
-    with offline(
-        arguments, transfer=transfer(service, lookup_wait_ms_max=20_000, promote_wait_ms_max=20_000)
-    ) as second:
+    with offline(arguments, transfer=transfer(service, **PATIENT)) as second:
         [restored] = second.generate([tokens], max_tokens=TOKENS)
     assert restored.cached_tokens == 1408
     assert same(cold, restored)
@@ -74,9 +49,7 @@ def test_tiny_models_restore_exactly(
         [cold] = first.generate([tokens], max_tokens=TOKENS)
         wait_stored(service, 21)
         time.sleep(1)
-    with offline(
-        llm(kind, models, **more), transfer=transfer(service, lookup_wait_ms_max=20_000, promote_wait_ms_max=20_000)
-    ) as second:
+    with offline(llm(kind, models, **more), transfer=transfer(service, **PATIENT)) as second:
         [other] = second.generate([tokens[:100] + prompt(500, 6)], max_tokens=TOKENS)
         [restored] = second.generate([tokens], max_tokens=TOKENS)
     assert other.cached_tokens == 96
@@ -95,7 +68,7 @@ def test_two_tensor_ranks_restore_exactly(
         [cold] = first.generate([tokens], max_tokens=TOKENS)
         wait_stored(service, 2 * 21)
         time.sleep(1)
-    patient = transfer(service, lookup_wait_ms_max=20_000, promote_wait_ms_max=20_000)
+    patient = transfer(service, **PATIENT)
     with offline(llm("llama", models, **more), transfer=patient, environment=bound) as second:
         [restored] = second.generate([tokens], max_tokens=TOKENS)
     assert restored.cached_tokens == 672

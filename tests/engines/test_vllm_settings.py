@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import itertools
 import os
 import threading
 from concurrent.futures import ThreadPoolExecutor
@@ -99,6 +100,19 @@ def test_linear_attention_is_refused_for_the_tier() -> None:
     cache = SimpleNamespace(kv_cache_groups=[group], kv_cache_layout=None)
     [refusal] = identity.refusals(config(), cache)
     assert "tier" in refusal.instead
+
+
+@needs_vllm
+def test_attention_that_is_wrong_behind_a_prefix_is_refused() -> None:
+    """What vLLM has turned off for it tells: its own cache, and prompts in pieces."""
+    for latent, caching, pieces in itertools.product((True, False), repeat=3):
+        one = config()
+        one.model_config = SimpleNamespace(use_mla=latent)
+        one.cache_config.enable_prefix_caching = caching
+        one.scheduler_config = SimpleNamespace(enable_chunked_prefill=pieces)
+        assert [refusal.what for refusal in identity.refusals(one)] == (
+            ["latent attention on a CPU without AMX"] if latent and not caching and not pieces else []
+        )
 
 
 def test_the_table_says_what_is_supported_and_refused() -> None:

@@ -53,6 +53,7 @@ LAYOUT = layout_fields(layout_of(4096))
 NUMBERS = (0, 1, -1, 2**16, 2**31, 2**32 - 1, 2**40, 2**63 - 1, 2**63, 2**64 - 1, -(2**63))
 FLOATS = (0.0, -0.0, 1.0, -1.0, 1e300, 5e-324, float("nan"), float("inf"), float("-inf"))
 TEXTS = ("", "x", "session", "retained", "client", "landing", "staging", "auto", "on", "\0", "ä" * 300, "x" * 70_000)
+GOVERNING = ("erase", "erasure", "x")
 VERBS = ("open", "keys", "extend", "branch", "handoff", "adopt", "pin", "release", "expire", "next_use", "history",
          "prefetch", "list", "show", "eat")  # fmt: skip
 HUGE = tuple(kind + b"\xff\xff\xff\xff" for kind in (b"\xdd", b"\xdf", b"\xc6", b"\xdb", b"\xc9"))  # with no content
@@ -85,7 +86,11 @@ def questions(rng: random.Random, client: bytes = b"t" * 16) -> list[m.Message]:
             "keyspace": keys[:32], "tokens": rng.randbytes(64), "name": rng.choice(TEXTS), "readers": ["*"],
             "ttl_s": rng.choice(FLOATS), "hashes": None,
         }),
-        m.Sync(number), m.Exchange(number, rng.choice(TEXTS), rng.choice(TEXTS), ["read"]),
+        m.Reload(number), m.Sync(number), m.Exchange(number, rng.choice(TEXTS), rng.choice(TEXTS), ["read"]),
+        m.Govern(number, rng.choice(GOVERNING), {
+            "tenant": rng.choice(("nobody", "", 7)), "blocks": rng.choice((None, [], [bytes(32)], [b"x"], "x")),
+            "session": rng.choice((None, "none", 5)), "id": rng.choice(("", "0" * 16, 3)),
+        }),
         m.SessionAsk(number, rng.choice((space, -1)), rng.choice(VERBS), {
             "name": rng.choice(TEXTS), "keys": keys, "at": rng.randrange(3), "ttl_s": rng.choice(FLOATS), "in_s": 0.0,
             "start": rng.choice(NUMBERS), "new_name": "y", "token": rng.randbytes(72), "create": True, "after": b"",

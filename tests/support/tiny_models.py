@@ -5,19 +5,24 @@ Contract
   other answers; `load_format=dummy` does not, every prompt gets the same tokens.
 - No tokenizer: prompts are token ids, and vLLM is told `skip_tokenizer_init`.
 - `KINDS`: "llama" (four KV heads, for TP = 2), "gemma3" (sliding window beside full attention), "gpt-oss" (the same,
-  with sinks and experts), "qwen3-next" (linear attention beside full; bf16).
+  with sinks and experts), "deepseek" (latent attention), "qwen3-next" (linear attention beside full). `BF16` names
+  those that vLLM runs in bf16 only; there a cold prompt and a hit differ in their last digits.
+- `fp8_scales` gives a model of kind "llama" static scales of its KV cache.
 """
 
 from __future__ import annotations
 
+import json
 import random
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 VOCABULARY_TOKENS = 2048
 WINDOW_TOKENS = 128
-KINDS = ("llama", "gemma3", "gpt-oss", "qwen3-next")
+KINDS = ("llama", "gemma3", "gpt-oss", "deepseek", "qwen3-next")
+BF16 = ("deepseek", "qwen3-next")
 _COMMON = {
     "vocab_size": VOCABULARY_TOKENS, "hidden_size": 128, "intermediate_size": 256, "num_attention_heads": 4,
     "max_position_embeddings": 4096, "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0,
@@ -29,7 +34,7 @@ def llm(kind: str, folder: Path, **more: Any) -> dict[str, Any]:
     """Arguments of `vllm.LLM` for this kind, saved below `folder` on the first call."""
     return {
         "model": str(saved(kind, folder)), "skip_tokenizer_init": True, "max_model_len": 4096,
-        "dtype": "bfloat16" if kind == "qwen3-next" else "float32",
+        "dtype": "bfloat16" if kind in BF16 else "float32",
     } | more  # fmt: skip
 
 
@@ -44,7 +49,30 @@ def saved(kind: str, folder: Path, seed: int = 1) -> Path:
         with torch.no_grad():
             for name, weight in _weights(model):
                 weight.copy_(_drawn(torch, name, weight, generator))
-        model.to(torch.bfloat16 if kind == "qwen3-next" else torch.float32).save_pretrained(target)
+        model.to(torch.bfloat16 if kind in BF16 else torch.float32).save_pretrained(target)
+    return target
+
+
+def fp8_scales(folder: Path, value: float) -> Path:
+    """A copy of "llama" whose checkpoint has this scale for keys, and twice that for values, in every layer."""
+    target = folder / f"llama-scales-{value}"
+    if not target.exists():
+        import torch
+        from safetensors.torch import load_file, save_file
+
+        shutil.copytree(saved("llama", folder), target)
+        config = json.loads((target / "config.json").read_text())
+        scheme = {"num_bits": 8, "type": "float", "strategy": "tensor", "dynamic": False, "symmetric": True}
+        config["quantization_config"] = {
+            "quant_method": "compressed-tensors", "format": "float-quantized", "config_groups": {}, "ignore": [],
+            "kv_cache_scheme": scheme,
+        }  # fmt: skip
+        (target / "config.json").write_text(json.dumps(config))
+        weights = load_file(target / "model.safetensors")
+        for layer in range(config["num_hidden_layers"]):
+            for name, scale in (("k_scale", value), ("v_scale", 2 * value)):
+                weights[f"model.layers.{layer}.self_attn.{name}"] = torch.tensor(scale)
+        save_file(weights, target / "model.safetensors", {"format": "pt"})
     return target
 
 
@@ -85,6 +113,13 @@ def _make(kind: str) -> Any:
             t.GptOssConfig(
                 **_COMMON, num_hidden_layers=4, num_key_value_heads=2, head_dim=64, sliding_window=WINDOW_TOKENS,
                 layer_types=["sliding_attention", "full_attention"] * 2, num_local_experts=4, num_experts_per_tok=2,
+            )
+        )  # fmt: skip
+    if kind == "deepseek":
+        return t.DeepseekV2ForCausalLM(
+            t.DeepseekV2Config(
+                **_COMMON, num_hidden_layers=3, num_key_value_heads=4, q_lora_rank=None, kv_lora_rank=512,
+                qk_rope_head_dim=64, qk_nope_head_dim=128, v_head_dim=128, first_k_dense_replace=3,
             )
         )  # fmt: skip
     if kind == "qwen3-next":

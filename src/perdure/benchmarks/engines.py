@@ -5,7 +5,8 @@ tier), "lmcache" (`engines_lmcache`, beside its `fs_native`, in an environment o
 CPU, so the forward pass of the last tokens is most of what a restored prompt takes.
 
 Contract: data goes to a temporary directory below `directory` and is removed at the end, also after an error; so are
-the processes. A section whose engine cannot run here is in the report, with the reason.
+the processes. A section whose engine is not installed is in the report, with the reason. One that failed is there, too,
+and in `Report.failed`; it costs the other sections nothing.
 """
 
 from __future__ import annotations
@@ -20,6 +21,8 @@ from pathlib import Path
 from perdure.benchmarks import engines_connector, engines_lmcache, engines_replay, engines_tier
 from perdure.benchmarks.harness import Report, Row, machine, unmeasured
 from perdure.benchmarks.progress import Progress
+from perdure.benchmarks.service_host import ServiceFailed
+from perdure.benchmarks.target import WrongResult
 from perdure.engines.smollm import model_path
 from perdure.limits import GIB
 from perdure.testing.vllm_process import EngineFailed
@@ -40,9 +43,7 @@ def run(
     cache_dir: Path | None = None,
 ) -> Report:
     """Measure on the file system of `directory`. model_cache: where the converted model is, or is put. cache_dir: where
-    LMCache's environment is or may be put; without it LMCache is not measured. `json`: no progress is drawn.
-
-    Raises WrongResult when an engine does not answer as it should."""
+    LMCache's environment is or may be put; without it LMCache is not measured. `json`: no progress is drawn."""
     tokens, repetitions = (QUICK_TOKENS, QUICK_REPETITIONS) if quick else (TOKENS, REPETITIONS)
     base = Path(tempfile.mkdtemp(prefix="engines-", dir=directory)).resolve()
     try:
@@ -67,10 +68,16 @@ def run(
                 ),
             }
             for name in sections:
-                try:
-                    report.rows += made[name]()
-                except EngineFailed as error:
-                    report.rows.append(unmeasured(f"section {name}", "s", "", str(error)))
+                _add(report, name, made[name])
         return report
     finally:
         shutil.rmtree(base, ignore_errors=True)
+
+
+def _add(report: Report, name: str, made: Callable[[], list[Row]]) -> None:
+    """The section's rows, or one that says why there are none."""
+    try:
+        report.rows += made()
+    except (EngineFailed, ServiceFailed, WrongResult) as error:
+        report.rows.append(unmeasured(f"section {name}", "s", "", str(error)))
+        report.failed.append(f"section {name}: {error}")

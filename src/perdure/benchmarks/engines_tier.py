@@ -24,17 +24,19 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from perdure.benchmarks.engines_tier_process import EngineProcess
 from perdure.benchmarks.harness import Measured, Row, interleave, rate_row, row
 from perdure.benchmarks.service_host import Host
 from perdure.benchmarks.target import WrongResult
 from perdure.limits import GIB
+from perdure.testing.vllm_offline import Generated, OfflineEngine
+from perdure.testing.vllm_process import tiering
 
 TOKENS = 4800
 BLOCK_TOKENS = 128  # vLLM's on a CPU
 REPETITIONS = 5
 PROMOTIONS = 15
 WARM_TOKENS = 300
+LENGTH_TOKENS = 8192
 SHM = Path("/dev/shm")
 FS = "vLLM's fs tier"
 OURS, THEIRS = "remote", "local"  # localities: how a request says which tier it may load from
@@ -51,12 +53,24 @@ def prompt(seed: int, count: int) -> list[int]:
     return [rng.randrange(1000, 40_000) for _ in range(count)]
 
 
-def stored(engine: EngineProcess, tiers: int = 1) -> float:
+def forget(engine: OfflineEngine) -> None:
+    """Its prefix cache and the primary tier, so that the next prompt comes from a secondary one."""
+    engine.call("reset_prefix_cache", reset_connector=True)
+
+
+def generate(engine: OfflineEngine, tokens: list[int], where: str | None = None, max_tokens: int = 1) -> Generated:
+    """where: the locality of the tiers that it may come from."""
+    params = {"kv_load_tiers": [{"locality": where}]} if where else None
+    [answer] = engine.generate([tokens], max_tokens=max_tokens, params=params, ignore_eos=True)
+    return answer
+
+
+def stored(engine: OfflineEngine, tiers: int = 1) -> float:
     """Wait until no store is going on; bytes written so far, by all tiers together."""
     before, give_up = -1.0, time.monotonic() + _STORED_S
     while time.monotonic() < give_up:
-        engine.generate([1, 2, 3])  # a step, in which vLLM collects finished jobs
-        found = engine.ask("metrics", prefix="vllm:kv_offload_tiering_")["metrics"]
+        engine.generate([[1, 2, 3]], max_tokens=1)  # a step, in which vLLM collects finished jobs
+        found = engine.metrics("vllm:kv_offload_tiering_")
         written = sum(value for name, value in found.items() if "write_bytes" in name)
         active = sum(value for name, value in found.items() if "active_cascade" in name)
         kinds = sum(1 for name, value in found.items() if "write_bytes" in name and value)
@@ -94,21 +108,26 @@ def tiers_of(service: Host, files: Path) -> list[dict[str, Any]]:
 class Arms:
     """Prompts, restored from one tier or the other, or found in the engine's own cache."""
 
-    def __init__(self, engine: EngineProcess, prompts: list[list[int]]):
+    def __init__(self, engine: OfflineEngine, prompts: list[list[int]]):
         self._engine, self._prompts = engine, prompts
         self._cached = (len(prompts[0]) - 1) // BLOCK_TOKENS * BLOCK_TOKENS
-        self._first = [engine.generate(tokens)["ids"] for tokens in prompts]
+        self._first = [generate(engine, tokens).tokens for tokens in prompts]
         self._turns = {OURS: 0, THEIRS: 0}
         self._last = 0
 
     def _timed(self, number: int, where: str | None) -> float:
-        answer = self._engine.generate(self._prompts[number], **({"from": where} if where else {}))
-        if answer["ids"] != self._first[number] or answer["cached"] != self._cached:
-            raise WrongResult(f"restored from {where or 'the local cache'}: {answer}, at first {self._first[number]}")
-        return float(answer["seconds"])
+        answer = generate(self._engine, self._prompts[number], where)
+        if answer.tokens != self._first[number] or answer.cached_tokens != self._cached:
+            raise WrongResult(
+                f"restored from {where or 'the local cache'}: {answer.tokens}, {answer.cached_tokens} cached, "
+                f"at first {self._first[number]}"
+            )
+        if answer.first_token_s is None:
+            raise WrongResult("vLLM does not say when the first token came")
+        return answer.first_token_s
 
     def _restore(self, where: str) -> float:
-        self._engine.ask("forget")
+        forget(self._engine)
         self._last = self._turns[where] % len(self._prompts)
         self._turns[where] += 1
         return self._timed(self._last, where)
@@ -123,28 +142,23 @@ class Arms:
         return self._timed(self._last, None)
 
 
-def counted(engine: EngineProcess, prefix: str) -> dict[str, float]:
-    found: dict[str, float] = engine.ask("metrics", prefix=prefix)["metrics"]
-    return found
-
-
 def _restore_rows(
     base: Path, model: Path, files: Path, case: Case, step: Callable[[str], None], tokens: int, repetitions: int
 ) -> list[Row]:
     with Host(base / "store", memory=case.pool_bytes) as service:
         step(f"vLLM starts, {case.what}")
-        options = {"model": str(model), "tiers": tiers_of(service, files), "cpu_bytes": GIB}
-        with EngineProcess(base, "engine", **options) as engine:
-            engine.generate(prompt(99, WARM_TOKENS))
+        llm = {"model": model, "dtype": "float32", "max_model_len": LENGTH_TOKENS}
+        with OfflineEngine(llm, base / "engine.log", transfer=tiering(*tiers_of(service, files))) as engine:
+            generate(engine, prompt(99, WARM_TOKENS))
             step(f"{case.prompts} x {tokens} tokens are computed and stored")
             arms = Arms(engine, [prompt(seed, tokens) for seed in range(case.prompts)])
             stored(engine, 2)
             for _ in range(case.prompts):  # once for nothing
                 arms.ours(), arms.theirs(), arms.local()
             step(f"restores {case.what}")
-            before = counted(engine, READ)
+            before = engine.metrics(READ)
             ours, theirs, local = interleave([arms.ours, arms.theirs, arms.local], repetitions)
-            after = counted(engine, READ)
+            after = engine.metrics(READ)
             _check_source(engine, case)
             engine.end()
     nbytes = int((sum(after.values()) - sum(before.values())) / (2 * repetitions))
@@ -159,9 +173,9 @@ def _restore_rows(
     ]
 
 
-def _check_source(engine: EngineProcess, case: Case) -> None:
+def _check_source(engine: OfflineEngine, case: Case) -> None:
     """That the service had the blocks where they were to be; the first round, for nothing, may differ."""
-    found = counted(engine, HELD)
+    found = engine.metrics(HELD)
     mine = sum(value for name, value in found.items() if name.endswith(f":held,{case.source}"))
     other = sum(value for name, value in found.items() if ":held," in name) - mine
     if other > mine / 4:

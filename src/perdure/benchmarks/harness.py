@@ -265,11 +265,13 @@ def machine(directory: os.PathLike[str] | str, **extra: object) -> dict[str, obj
 
 @dataclass(slots=True)
 class Report:
-    """What a benchmark returns: the machine and one row per claim, missed rows included."""
+    """What a benchmark returns: the machine and one row per claim, missed rows included. failed: what went wrong, if a
+    part of it did; the rest stands."""
 
     title: str
     machine: dict[str, object]
     rows: list[Row] = field(default_factory=list)
+    failed: list[str] = field(default_factory=list)
 
     @property
     def missed(self) -> list[Row]:

@@ -50,7 +50,7 @@ def rows(base: Path, idle: int, listed: int, step: Callable[[str], None]) -> lis
         shutil.rmtree(root)
         step(f"listing {listed:,} sessions")
         with target.opened(root, BLOCK_BYTES, capacity=CAPACITY_BYTES) as (store, space):
-            secret = naming.tenant_secret(store.core.root_secret, space.tenant)
+            secret, _ = store.core.tenants.secret(space.tenant)
         put_heads(root, space, secret, listed)
         with target.opened(root, BLOCK_BYTES, capacity=CAPACITY_BYTES) as (store, space):
             made.append(_list_row("in this process", store, space, listed))

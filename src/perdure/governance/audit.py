@@ -55,6 +55,7 @@ class AuditLog:
         self._folder, self._signer, self._id_key, self._wall = folder, signer, id_key, wall
         self.every_read = False  # engines get no memory that they could read without a message
         self._node = socket.gethostname()
+        self.label = "".join(signer.verifier.name.split("/")[2:]).encode()  # b"": the only log of its store
         self._queue: list[_Waiting] = []
         self._queue_lock = threading.Lock()
         self._lock = threading.Lock()  # of everything about the file
@@ -303,16 +304,21 @@ def open_log(
     root_secret: bytes,
     wall: Callable[[], float] = time.time,
     mode: str | bool = "on",
+    *,
+    one_of_many: bool = False,
 ) -> AuditLog | None:
-    """The log of a store, if it is to have one; mode: "on", "off", "auto" (as last time, at first off), "reads" (and no
-    engine reads memory unseen). Raises InvalidArgument, AuditDamaged, AuditUnavailable."""
+    """The log of a store, if it is to have one. directory: the store's, or, where many processes share that and each
+    has a log (`one_of_many`), the state directory of this one. mode: "on", "off", "auto" (as last
+    time, at first off), "reads" (and no engine reads memory unseen).
+
+    Raises InvalidArgument, AuditDamaged, AuditUnavailable."""
     if mode not in ("auto", "off", "on", "reads", True, False):
         raise InvalidArgument(f"audit={mode!r}: must be auto, off, on or reads")
     folder, off = directory / files.FOLDER, mode in ("off", False)
     if (off or mode == "auto") and not (folder / files.KEY).exists():
         return None
     try:
-        log = AuditLog(folder, files.signer_of(directory, store), id_key_of(root_secret), wall)
+        log = AuditLog(folder, files.signer_of(directory, store, one_of_many=one_of_many), id_key_of(root_secret), wall)
         if not off:
             mode = files.lasting(folder / files.MODE, "on" if mode is True else str(mode), "on")
     except OSError as error:

@@ -131,17 +131,20 @@ def sync_folder(path: Path) -> None:
         os.close(descriptor)
 
 
-def signer_of(directory: Path, store: str) -> Signer:
-    """The log's private key, made at the first time. Raises AuditDamaged, OSError."""
+def signer_of(directory: Path, store: str, *, one_of_many: bool = False) -> Signer:
+    """The log's private key, made at the first time. one_of_many: the store has other logs, so the name of this one
+    says which. Raises AuditDamaged, OSError."""
     path = directory / "keystore" / "audit.key"
     if not path.exists():
         if (directory / FOLDER / KEY).exists():
             raise AuditDamaged(f"{path}: missing, but there is a log; restore it from a backup, or move the log away")
+        path.parent.mkdir(mode=0o700, exist_ok=True)
         write_new(path, secrets.token_bytes(SEED_BYTES))
     seed = path.read_bytes()
     if len(seed) != SEED_BYTES:
         raise AuditDamaged(f"{path}: {len(seed)} bytes, {SEED_BYTES} expected; restore it from a backup")
-    return Signer(f"perdure/{store}", seed)
+    which = "/" + hashlib.sha256(b"perdure/1/log-name\0" + seed).hexdigest()[:8] if one_of_many else ""
+    return Signer(f"perdure/{store}{which}", seed)
 
 
 @dataclass(frozen=True, slots=True)

@@ -123,6 +123,11 @@ class Capability(msgspec.Struct, frozen=True, array_like=True):
     deadline_s: float
     policy: str
 
+    @property
+    def lent(self) -> bool:
+        """For a token, and for a time; else it is the principal's own."""
+        return self.deadline_s < math.inf
+
 
 class Authority:
     """Issues capabilities and knows its own again. boottime: seconds of CLOCK_BOOTTIME."""

@@ -25,6 +25,7 @@ from cryptography.hazmat.primitives.ciphers.aead import AESGCM
 from perdure import limits
 from perdure.errors import ConfigError, KeyUnavailable
 from perdure.governance.audit_files import write_new
+from perdure.io.files import PosixFiles
 
 KEY_BYTES: Final = 32
 NONCE_BYTES: Final = 12
@@ -83,7 +84,10 @@ class FileKek:
             if not create:
                 raise KeyUnavailable(f"{path}: missing; restore it, without it no encrypted block can be read")
             path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-            self._add({})
+            try:  # of several processes that share it the first one's counts
+                PosixFiles(str(path.parent)).write_once(path.name, _content(*_added({})))
+            except OSError as error:
+                raise KeyUnavailable(f"{path}: cannot be written ({error})") from error
         self._read()
 
     def _read(self) -> tuple[dict[str, str], str]:
@@ -97,12 +101,8 @@ class FileKek:
         return keys, newest
 
     def _write(self, keys: dict[str, str], newest: str) -> None:
-        data = json.dumps({"newest": newest, "keys": keys}).encode()
         try:
-            if self._path.exists():
-                overwrite(self._path, keep=data)
-            else:
-                write_new(self._path, data)
+            overwrite(self._path, keep=_content(keys, newest))
         except OSError as error:
             raise KeyUnavailable(f"{self._path}: cannot be written ({error})") from error
 
@@ -121,16 +121,22 @@ class FileKek:
         return wrapped.partition(b":")[0].decode(errors="replace") == self._read()[1]
 
     def rotate(self) -> None:
-        self._add(self._read()[0])
-
-    def _add(self, keys: dict[str, str]) -> None:
-        name = secrets.token_hex(8)
-        self._write(keys | {name: secrets.token_hex(KEY_BYTES)}, name)
+        self._write(*_added(self._read()[0]))
 
     def retire(self) -> None:
         keys, newest = self._read()
         if len(keys) > 1:
             self._write({newest: keys[newest]}, newest)
+
+
+def _added(keys: dict[str, str]) -> tuple[dict[str, str], str]:
+    """With a new one, and its name."""
+    name = secrets.token_hex(8)
+    return keys | {name: secrets.token_hex(KEY_BYTES)}, name
+
+
+def _content(keys: dict[str, str], newest: str) -> bytes:
+    return json.dumps({"newest": newest, "keys": keys}).encode()
 
 
 class VaultKek:

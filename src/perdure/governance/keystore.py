@@ -4,6 +4,9 @@
     DIR/keystore/kek.json                  the file provider's default place
     DIR/keystore/tenants/<tenant>          wrapped by the KEK; <tenant>.gone: destroyed
     DIR/keystore/segments/<xx>/<segment>   wrapped by the tenant's key; .gone: destroyed
+    DIR/keystore/names/<tenant>            secret of the names of its blocks, not wrapped: as the root secret
+
+A "tenant" here is a key domain: one epoch of a tenant (`keys.key_domain`).
 
 Contract
 - A key is durable before the first byte that it protects is written, and is written once. The folder is small, and is
@@ -14,6 +17,8 @@ Contract
 - Unwrapped tenant keys are trusted for `limits.key_lease_s`; from its half on `renew` asks for them again, beside
   serving. So a KEK that is gone denies everything soon, and one that is slow is waited for at the first use of a tenant
   only: until the caller's deadline, `limits.key_service_s` at most, once in `limits.key_retry_s`.
+- Processes that share the folder may all make keys: of a tenant's the first one counts. Rotating and destroying are for
+  one process alone.
 - Nobody waits for another tenant's key. Raises KeyUnavailable, KeyDestroyed; thread-safe.
 """
 
@@ -36,12 +41,14 @@ from perdure.errors import InvalidArgument, KeyDestroyed, KeyUnavailable
 from perdure.governance.audit import AuditLog, Event
 from perdure.governance.audit_files import lasting, sync_folder, write_new
 from perdure.governance.kek import KEY_BYTES, Kek, kek_of, overwrite, seal, unseal
+from perdure.io.files import PosixFiles
 from perdure.keys import derive, tenant_id, tenant_secret
 
 Tell = Callable[[str, bytes, str], None]
 """An event about a tenant's key: "key-create" may raise, and then there is none; "key-refused" never does."""
 _GONE: Final = ".gone"
 _MODE: Final = "encryption"
+_NAMES: Final = "names"
 _TENANT: Final = b"perdure/1/tenant-key\0"
 _SEGMENT: Final = b"perdure/1/segment-key\0"
 _DATA: Final = b"perdure/1/tenant-data\0"
@@ -185,14 +192,42 @@ class Keystore:
         self.tell("key-create", tenant, "")
         try:
             with self._lock:
-                self._write(path, wrapped)
+                first = PosixFiles(str(self._folder)).write_once(f"tenants/{path.name}", wrapped)
         except OSError as error:
             raise KeyUnavailable(f"{path}: cannot be written ({error})") from error
-        return key
+        return key if first else kek.unwrap(self._read(path), _TENANT + tenant)
+
+    def forget(self, tenant: bytes) -> None:
+        """Another process has destroyed its key: let go of it here."""
+        with self._lock:
+            self._forget(tenant)
 
     def _forget(self, tenant: bytes) -> None:
         self._tenants.pop(tenant, None)
         self._segments = {name: one for name, one in self._segments.items() if one[0] != tenant}
+
+    def names(self, tenant: bytes, *, create: bool) -> bytes | None:
+        """What the names of a tenant's blocks are made from; None: it has none, or it was destroyed.
+
+        Raises KeyUnavailable."""
+        path = self._folder / _NAMES / tenant.hex()
+        try:
+            with self._lock:
+                if not path.exists():
+                    if not create or _gone(self._of_tenant(tenant)).exists():
+                        return None
+                    # of several processes that share the folder the first one wins
+                    PosixFiles(str(self._folder)).write_once(f"{_NAMES}/{path.name}", secrets.token_bytes(KEY_BYTES))
+                found = path.read_bytes()
+        except OSError as error:
+            raise KeyUnavailable(f"{path}: {error}; restore the keystore from its backup") from error
+        if len(found) != KEY_BYTES:
+            raise KeyUnavailable(f"{path}: {len(found)} bytes, {KEY_BYTES} expected; restore it from a backup")
+        return found
+
+    def has(self, segment: bytes) -> bool:
+        """Whether there is a key of this segment."""
+        return self._of_segment(segment).exists()
 
     # --- small data of a tenant's, kept elsewhere
     def seal(self, tenant: bytes, data: bytes) -> bytes:
@@ -209,10 +244,11 @@ class Keystore:
         return _gone(self._of_tenant(tenant)).exists() or _gone(self._of_segment(segment)).exists()
 
     def destroy_tenant(self, tenant: bytes) -> None:
-        """Nothing that the tenant has stored can be read again, and nothing new be encrypted. Idempotent."""
+        """Nothing that the tenant has stored can be read or named again, and nothing new be encrypted. Idempotent."""
         with self._lock:
             self._forget(tenant)
             _destroy(self._of_tenant(tenant), mark=True)
+            _destroy(self._folder / _NAMES / tenant.hex(), mark=False)
 
     def destroy_segment(self, segment: bytes) -> None:
         """Nothing in the segment can be read again. Idempotent."""
@@ -237,6 +273,7 @@ class Keystore:
                     _wipe(path)
                 for mark in self._folder.glob(f"**/*{_GONE}"):
                     _wipe(mark.with_suffix(""))
+                    _wipe(self._folder / _NAMES / mark.stem)
                 stems = {one.stem for one in self._folder.glob("segments/*/*") if len(one.stem) == 2 * limits.id_bytes}
                 orphans = [segment for segment in map(bytes.fromhex, stems) if not alive(segment)]
                 for segment in orphans:

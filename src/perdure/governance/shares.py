@@ -21,9 +21,13 @@ class Shares:
     """Of the tenants that have terms."""
 
     def __init__(self, root_secret: bytes, documents: Mapping[str, Document]):
-        self._of = {
-            naming.tenant_id(naming.tenant_secret(root_secret, tenant)): one.share for tenant, one in documents.items()
-        }
+        self._root_secret = root_secret
+        self.adopt(documents)
+
+    def adopt(self, documents: Mapping[str, Document]) -> None:
+        """These terms count from now on."""
+        secret = self._root_secret
+        self._of = {naming.tenant_id(naming.tenant_secret(secret, name)): one.share for name, one in documents.items()}
 
     def weight(self, tenant_id: bytes) -> int:
         """Turns, against 1 of a tenant without terms."""

@@ -104,6 +104,12 @@ class Scratch:
             self.take_back(None)
             raise
 
+    def wipe(self) -> None:
+        """Overwrite what idle buffers still hold."""
+        with self._lock:
+            for buffer in (one for some in self._free.values() for one in some):
+                np.frombuffer(buffer, np.uint8)[:] = 0
+
     def take_back(self, buffer: memoryview | None) -> None:
         with self._lock:
             self.taken -= 1

@@ -29,7 +29,7 @@ class Slot:
     """Memory for one block. `view`: format 'B', exactly the bytes reserved, page-aligned. `keyspace` and `nbytes`:
     whose it is and how much of it is the block, as told to `publish`. The rest is the pool's."""
 
-    __slots__ = ("chunk", "index", "key", "keyspace", "nbytes", "pins", "reserved_at", "state", "used", "view")
+    __slots__ = ("chunk", "index", "key", "keyspace", "nbytes", "pins", "reserved_at", "state", "used", "view", "wipe")
 
     def __init__(self, view: memoryview, chunk: Chunk, index: int, tick: int):
         self.view = view
@@ -38,6 +38,7 @@ class Slot:
         self.key = self.keyspace = b""
         self.nbytes = view.nbytes
         self.pins = 0
+        self.wipe = False  # when it is free: its block was erased
         self.state = SlotState.RESERVED
         self.reserved_at = self.used = tick
 

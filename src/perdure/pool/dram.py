@@ -8,8 +8,7 @@ Contract
   between domains by giving up a chunk and making another. What engines still map of it stays charged ("stranded").
 - A block is visible between `publish` and its eviction or `drop`. Memory of a pinned or reserved slot is never reused:
   not by eviction, not by `drop`, not by a recut. A slot whose pin was released must not be read any more.
-- A block that was dropped while someone was loading it stays dropped: a slot reserved before the drop is not published
-  under that key.
+- A block that was dropped while someone loads it stays dropped: no slot reserved before is published under its key.
 - Blocks are whatever the caller wrote before `publish`: verify first. The pool never looks at the bytes.
 - Thread-safe: one lock, held for bookkeeping only, never while bytes are copied.
 - Never: I/O, waiting for memory. When nothing can be evicted, `reserve` says None and the caller goes without.
@@ -236,8 +235,7 @@ class DramPool:
     def drop_all(self) -> None:
         """As `drop` of every key, those being loaded included."""
         with self._lock:
-            self._tick += 1
-            self._all_dropped_at = self._tick
+            self._tick = self._all_dropped_at = self._tick + 1
             for slot in list(self._index.values()):
                 self._unpublish(slot)
 
@@ -338,6 +336,8 @@ class DramPool:
 
     def _free(self, slot: Slot) -> None:
         chunk = slot.chunk
+        if slot.wipe:
+            slot.view[:] = bytes(slot.view.nbytes)
         slot.state = SlotState.FREE
         del chunk.slots[slot.index]
         if chunk.slots:

@@ -25,9 +25,9 @@ from perdure.pool.dram import Slot
 Row = tuple[Any, ...]
 """A catalog record as a tuple in RECORD order: ten times cheaper to look at than an element of the array."""
 
-SEGMENT, TENANT, OFFSET, STORED, CODEC, BLOCK_BYTES, EXPIRES, CIPHER = map(
+SEGMENT, TENANT, OFFSET, STORED, CODEC, BLOCK_BYTES, EXPIRES, CIPHER, EPOCH = map(
     (RECORD.names or ()).index,
-    ("segment", "tenant", "offset", "stored_bytes", "codec", "block_bytes", "expires_s", "cipher"),
+    ("segment", "tenant", "offset", "stored_bytes", "codec", "block_bytes", "expires_s", "cipher", "tenant_epoch"),
 )
 
 

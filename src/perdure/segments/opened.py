@@ -19,7 +19,7 @@ from perdure.catalog.api import Durability
 from perdure.governance.keystore import SegmentKey
 from perdure.io.api import File
 
-SegmentClass = tuple[bytes, Durability, int]  # tenant, durability, retention class
+SegmentClass = tuple[bytes, int, Durability, int]  # tenant, its epoch, durability, retention class
 
 
 @dataclass(slots=True, eq=False)

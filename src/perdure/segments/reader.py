@@ -24,12 +24,14 @@ from perdure.buffers import Parts, all_aligned, copy_parts
 from perdure.errors import KeyDestroyed, KeyUnavailable, RootUnavailable
 from perdure.io.api import Engine, File, IOClass, Request, ShortTransfer
 from perdure.io.memory import Scratch
+from perdure.keys import key_domain
 from perdure.pool.dram import DramPool, Slot
 from perdure.segments import format as fmt
 from perdure.segments.landing import (
     BLOCK_BYTES,
     CIPHER,
     CODEC,
+    EPOCH,
     EXPIRES,
     FOUND,
     LATE,
@@ -255,7 +257,7 @@ class SegmentReader:
         try:
             if keys is None:
                 raise KeyUnavailable("it is encrypted, and there is no keystore")
-            key = keys.key(row[TENANT], row[SEGMENT], plan.deadline)
+            key = keys.key(key_domain(row[TENANT], row[EPOCH]), row[SEGMENT], plan.deadline)
         except TimeoutError:
             return "its key was not there by the deadline", BlockStatus.LATE
         except KeyDestroyed as error:

@@ -16,10 +16,11 @@ Contract
 
 from __future__ import annotations
 
+import errno
 import math
 import threading
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from enum import Enum
@@ -41,7 +42,7 @@ from perdure.governance.shares import Shares
 from perdure.io.memory import Scratch
 from perdure.pool.dram import DramPool
 from perdure.presence import PresenceIndex
-from perdure.segments.format import record_bytes_array
+from perdure.segments.format import NO_CIPHER, record_bytes_array
 from perdure.segments.landing import BlockStatus, Plan
 from perdure.segments.reader import SegmentReader
 from perdure.segments.recovery import entry_keys
@@ -60,6 +61,21 @@ class ReclaimCounters:
     blocks_evicted: int = 0
     blocks_copied: int = 0
     bytes_copied: int = 0
+
+
+@dataclass(slots=True)
+class Shredded:
+    """What was erased: records with their bytes, segments given up, of those how many whose key was destroyed."""
+
+    blocks: int = 0
+    bytes: int = 0
+    segments: int = 0
+    keys: int = 0
+    copied: int = 0  # blocks that stay, moved to other segments
+
+    def add(self, other: Shredded) -> None:
+        for name in self.__slots__:
+            setattr(self, name, getattr(self, name) + getattr(other, name))
 
 
 class _Outcome(Enum):
@@ -100,6 +116,7 @@ class Reclaimer:
         self._lock = threading.Lock()
         self.counters = ReclaimCounters()
         self.shares: Shares | None = None
+        self.spared: Callable[[SegmentRecord], bool] = lambda record: False  # drained by an erasure, which goes on
         self.cut_tick = 0  # recency below which blocks were given up last; 0: none yet, or only released ones
 
     def make_room(self, need: int, *, tenant: bytes = b"", force: bool = False) -> bool:
@@ -151,7 +168,8 @@ class Reclaimer:
             now, dropped = self._now_s(), 0
             for record in self._table.all():
                 expired = record.state is SegmentState.SEALED and 0 < record.expires_s <= now
-                if (expired or record.state is SegmentState.DRAINING) and self._drop(record, None) is _Outcome.GONE:
+                cut_off = record.state is SegmentState.DRAINING and not self.spared(record)
+                if (expired or cut_off) and self._drop(record, None) is _Outcome.GONE:
                     dropped += 1
             return dropped
 
@@ -234,21 +252,63 @@ class Reclaimer:
                 self._table.drain(victim)
             if not self._keep(victim, entries, hotter_than):
                 return _Outcome.STAYS
-            keys = entry_keys(entries)
-            removed = self._index.remove(keys, np.ascontiguousarray(entries["record"]))
+            removed = self._empty(entries)
             emptied = True
-            gone = fingerprints(keys[removed])
-            self._presence.remove(gone)
-            self._pool.drop(keys[removed])
-            self.counters.blocks_evicted += int(removed.sum())
-            self._index.forget_recency(gone)
-            self._segments.delete(victim.segment)
-            self._table.delete(victim.segment)
+            self.counters.blocks_evicted += removed
+            self._delete(victim.segment)
         except (OSError, CatalogError):
             return _Outcome.STUCK if emptied else _Outcome.STAYS
-        self._space.settle(victim.segment, 0)
         self.counters.segments_dropped += 1
         return _Outcome.GONE
+
+    def _empty(self, entries: NDArray[np.void]) -> int:
+        """Remove the records that are still the ones of these entries; how many were."""
+        keys = entry_keys(entries)
+        removed = self._index.remove(keys, np.ascontiguousarray(entries["record"]))
+        gone = fingerprints(keys[removed])
+        self._presence.remove(gone)
+        self._pool.drop(keys[removed])
+        self._index.forget_recency(gone)
+        return int(removed.sum())
+
+    def _delete(self, segment: bytes) -> None:
+        self._segments.delete(segment)
+        self._table.delete(segment)
+        self._space.settle(segment, 0)
+
+    # --- erasure
+    def shred(self, record: SegmentRecord) -> Shredded:
+        """Give up a segment with all that is in it, and destroy its key. Raises OSError, CatalogError."""
+        with self._lock:
+            entries = self._entries(record.segment)
+            told = _shredded(entries, np.ones(len(entries), bool))
+            self._empty(entries)
+            self._delete(record.segment)
+        return told
+
+    def rewrite(self, record: SegmentRecord, doomed: Callable[[KeyArray], NDArray[np.bool_]]) -> Shredded:
+        """As `shred`, with the blocks that are not doomed copied to other segments before.
+
+        Raises OSError, CatalogError: then the segment is as it was, or has lost some of the doomed records."""
+        with self._lock:
+            entries = self._entries(record.segment)
+            gone = doomed(entry_keys(entries))
+            told = _shredded(entries, gone)
+            if record.state is not SegmentState.DRAINING:
+                self._table.drain(record)
+            present, records = self._index.lookup(entry_keys(entries))
+            stays = np.flatnonzero(present & (records == entries["record"]) & ~gone)
+            for keyspace, one in self._by_keyspace(entries, stays):
+                moved, statuses = self._copy(record, keyspace, entries[one])
+                present, records = self._index.lookup(entry_keys(entries[one]))
+                damaged = (statuses == BlockStatus.CORRUPT) | (statuses == BlockStatus.MISSING)
+                left = ~damaged & ~moved & present & (records == entries["record"][one])
+                if left.any():
+                    raise OSError(errno.EAGAIN, f"{int(left.sum())} blocks could not be moved; nothing of them is lost")
+                told.copied += int(moved.sum())
+            self._empty(entries)
+            self._delete(record.segment)
+        return told
 
     def _keep(self, victim: SegmentRecord, entries: NDArray[np.void], hotter_than: int | None) -> bool:
         """Copy forward the blocks that stay; False if one that is pinned could not be moved."""
@@ -264,17 +324,25 @@ class Reclaimer:
             expires = entries["record"]["expires_s"]
             fresh = (expires == 0) | (expires > self._now_s())
             keep = live & (pinned | ((recency > hotter_than) & fresh))
-        for keyspace in {entry.tobytes() for entry in entries["keyspace"][keep]}:
-            chosen = np.flatnonzero(keep & (entries["keyspace"] == np.void(keyspace)))
-            for at in range(0, len(chosen), _COPY_BLOCKS):
-                part = chosen[at : at + _COPY_BLOCKS]
-                moved = self._copy(victim, keyspace, entries[part])
-                if (pinned[part] & ~moved).any():
-                    return False
+        for keyspace, part in self._by_keyspace(entries, np.flatnonzero(keep)):
+            moved, _ = self._copy(victim, keyspace, entries[part])
+            if (pinned[part] & ~moved).any():
+                return False
         return True
 
-    def _copy(self, victim: SegmentRecord, keyspace: bytes, entries: NDArray[np.void]) -> NDArray[np.bool_]:
-        """Copy some blocks of one keyspace to the open segment of their class; which of them have moved."""
+    @staticmethod
+    def _by_keyspace(entries: NDArray[np.void], chosen: NDArray[np.intp]) -> Iterator[tuple[bytes, NDArray[np.intp]]]:
+        """Keyspaces, and positions of at most `_COPY_BLOCKS` of the chosen entries in each."""
+        for keyspace in {entry.tobytes() for entry in entries["keyspace"][chosen]}:
+            inside = chosen[entries["keyspace"][chosen] == np.void(keyspace)]
+            for at in range(0, len(inside), _COPY_BLOCKS):
+                yield keyspace, inside[at : at + _COPY_BLOCKS]
+
+    def _copy(
+        self, victim: SegmentRecord, keyspace: bytes, entries: NDArray[np.void]
+    ) -> tuple[NDArray[np.bool_], NDArray[np.uint8]]:
+        """Copy some blocks of one keyspace to the open segment of their class; which of them have moved, and what
+        reading each came to."""
         old = np.ascontiguousarray(entries["record"])
         leases = [self._scratch.take(size) for size in old["stored_bytes"].tolist()]
         try:
@@ -282,13 +350,14 @@ class Reclaimer:
             views = [[lease.view] for lease in leases]
             plan = Plan(entries["key"].tolist(), [keyspace] * len(entries), old.tolist(), views, 1, None, raw=True)
             self._reader.read(plan)
+            plan.statuses[list(plan.unread)] = BlockStatus.LATE  # an I/O error says nothing about the bytes
             good = plan.statuses == BlockStatus.FOUND
             moved = np.zeros(len(entries), bool)
             # blocks of one keyspace share block_bytes; epochs may differ, so each epoch is a batch
             for epoch in np.unique(old["tenant_epoch"][good]):
                 chosen = np.flatnonzero(good & (old["tenant_epoch"] == epoch))
                 moved[chosen] = self._append(victim, keyspace, keys[chosen], old[chosen], [views[i] for i in chosen])
-            return moved
+            return moved, plan.statuses
         finally:
             for lease in leases:
                 lease.give_back()
@@ -338,3 +407,10 @@ class Reclaimer:
         self.counters.blocks_copied += int(moved.sum())
         self.counters.bytes_copied += int(record_bytes_array(old["stored_bytes"][moved]).sum())
         return moved
+
+
+def _shredded(entries: NDArray[np.void], gone: NDArray[np.bool_]) -> Shredded:
+    records = entries["record"][gone]
+    some = bool(len(entries))  # else its file is gone already, or nothing was ever published in it
+    keyed = some and bool((entries["record"]["cipher"] != NO_CIPHER).all())
+    return Shredded(len(records), int(records["block_bytes"].sum()), int(some), int(keyed))

@@ -114,7 +114,8 @@ class Recovery:
         segment = record.segment
         try:
             entries, size = self.scan(segment)
-        except FileNotFoundError:  # died between control record and file
+        except FileNotFoundError:  # died between control record and file; its key may be there
+            self._segments.delete(segment)
             self._table.delete(segment)
             return None
         if len(entries):

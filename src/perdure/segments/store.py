@@ -23,6 +23,7 @@ from perdure import limits
 from perdure.errors import FormatError, KeyUnavailable, RootUnavailable
 from perdure.governance.keystore import Keystore, SegmentKey
 from perdure.io.api import File, Files
+from perdure.keys import key_domain
 from perdure.segments import format as fmt
 
 _OPEN_FILES_MAX = 256
@@ -63,12 +64,12 @@ class SegmentStore:
             secret = self._secrets[segment] = fmt.segment_secret(self._root_secret, segment)
         return secret
 
-    def new_key(self, tenant: bytes, segment: bytes) -> SegmentKey | None:
+    def new_key(self, tenant: bytes, epoch: int, segment: bytes) -> SegmentKey | None:
         """Key of a segment about to be created, durable; None if the tenant's are not encrypted. Raises OSError."""
         if self.keys is None or not self.keys.encrypts(tenant):
             return None
         try:
-            return self.keys.create(tenant, segment)
+            return self.keys.create(key_domain(tenant, epoch), segment)
         except KeyUnavailable as error:
             raise OSError(errno.ENOKEY, f"nothing can be encrypted: {error}") from error
 

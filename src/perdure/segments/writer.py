@@ -1,7 +1,8 @@
 """Appending blocks: open segments, large direct writes, group fsync, seal.
 
 Contract
-- One open segment per (tenant, durability, retention class), bounded in number; the bytes of one batch lie together.
+- One open segment per (tenant, epoch, durability, retention class), bounded in number; the bytes of one batch lie
+  together.
 - `append` returns which records are completely in their file; nothing is visible until the caller publishes it.
 - A segment is sealed once it is full, idle or its store closes, after its last append was published or given up: its
   index object lists what was published, everything else in it is garbage.
@@ -115,7 +116,7 @@ class SegmentWriter:
         return True
 
     def _create(self, kind: SegmentClass, need: int, reserve: bool) -> None:
-        tenant, durability, retention = kind
+        tenant, epoch, durability, retention = kind
         first = min(max(self.segment_bytes // 16, need, limits.segment_bytes_min), max(self.segment_bytes, need))
         segment = fmt.new_segment_id()
         first = self._space.take(segment, first, least=need, reserve=reserve)
@@ -127,7 +128,7 @@ class SegmentWriter:
         files: list[File] = []
         try:
             self._table.put(record)  # before the file: a file without a record would never be accounted for
-            key = self._segments.new_key(tenant, segment)
+            key = self._segments.new_key(tenant, epoch, segment)
             files = self._segments.create(segment, roots=roots)
             for file in files:
                 file.allocate(0, first)
@@ -164,7 +165,7 @@ class SegmentWriter:
         stored = np.fromiter((sum(p.nbytes for p in parts) for parts in batch.payloads), np.uint32, count)
         sizes = fmt.record_bytes_array(stored)
         result = Appended(np.zeros(count, RECORD), np.zeros(count, bool), np.zeros(count, bool), {}, [])
-        kind = (batch.tenant, batch.durability, batch.retention)
+        kind = (batch.tenant, batch.tenant_epoch, batch.durability, batch.retention)
         at = 0
         while at < count:
             try:
@@ -353,7 +354,7 @@ class SegmentWriter:
 
     def _seal(self, opened: OpenSegment) -> None:
         """Index object, then the control record. A failure leaves an unsealed segment, which `keeper` takes care of."""
-        segment, (tenant, durability, retention) = opened.segment, opened.kind
+        segment, (tenant, _, durability, retention) = opened.segment, opened.kind
         entries = np.concatenate(opened.entries) if opened.entries else np.zeros(0, fmt.INDEX_ENTRY)
         with self._lock:
             if self._open.get(opened.kind) is opened:

@@ -19,9 +19,12 @@ _KEY: Final = b"audited policy"
 def record(core: Core, policies: Policies) -> None:
     """Where there is an audit log, and the policy is another than last time. Raises AuditUnavailable, CatalogError."""
     audit = core.audit
-    kept = core.control.get(STORE_NAMESPACE, _KEY)
+    if audit is None:
+        return
+    key = _KEY + audit.label
+    kept = core.control.get(STORE_NAMESPACE, key)
     before = json.loads(kept) if kept else {"digest": "", "terms": []}
-    if audit is None or before["digest"] == policies.digest:
+    if before["digest"] == policies.digest:
         return
     terms = sorted(one.name for one in policies.documents.values())
     gone = sorted({*before["terms"]} - {*terms})
@@ -29,4 +32,4 @@ def record(core: Core, policies: Policies) -> None:
     change = f"{before['digest'] or 'none'} -> {policies.digest}"
     audit.append(Event("policy", policy=policies.stamp(""), detail=told, outcome=change), durable=True)
     now = json.dumps({"digest": policies.digest, "terms": terms}).encode()
-    core.control.compare_and_set(STORE_NAMESPACE, _KEY, kept, now)
+    core.control.compare_and_set(STORE_NAMESPACE, key, kept, now)

@@ -26,6 +26,7 @@ from numpy.typing import ArrayLike
 
 from perdure import limits
 from perdure.errors import InvalidArgument, ServiceUnavailable, UnknownOption
+from perdure.governance.verbs import GovernanceVerbs
 from perdure.io.memory import address
 from perdure.io.shared import map_fd
 from perdure.keys import KeyspaceIdentity, KVLayout, token_bytes
@@ -77,7 +78,7 @@ class Permit(NamedTuple):
     until: float
 
 
-class RemoteStore(PublicationVerbs):
+class RemoteStore(GovernanceVerbs, PublicationVerbs):
     """A connection to a service. Made by `perdure.connect`."""
 
     def __init__(
@@ -200,6 +201,13 @@ class RemoteStore(PublicationVerbs):
     def session_admin(self, verb: str, fields: dict[str, Any]) -> dict[str, Any]:
         """As `Store.session_admin`."""
         return self._document(lambda i: m.SessionAsk(i, -1, verb, fields))
+
+    def govern(self, verb: str, fields: dict[str, Any]) -> dict[str, Any]:
+        return self._document(lambda i: m.Govern(i, verb, fields))
+
+    def reload_policy(self) -> dict[str, Any]:
+        """Have the service read its policy anew. Raises PolicyError: the one before stays in force."""
+        return self._document(m.Reload)
 
     def publication_ask(self, verb: str, fields: dict[str, Any]) -> dict[str, Any]:
         return self._document(lambda i: m.Publication(i, verb, fields))

@@ -80,11 +80,46 @@ class Doors:
             raise
 
     def _open(self, path: Path, principal: Principal | None) -> None:
-        sock = sockets.listen_unix(path)
-        sock.setblocking(False)
-        self._doors[sock.fileno()] = Door(path, principal, sock, os.stat(path).st_ino)
-        if principal is not None and principal.socket:
-            os.chmod(path, int(principal.mode, 8))
+        door = _bound(path, principal)
+        self._doors[door.sock.fileno()] = door
+
+    # --- another policy
+    def opened(self, principals: Iterable[Principal]) -> list[Door]:
+        """Sockets that are not there yet, bound. Raises StorePathError, and then none is."""
+        known, new = {str(door.path) for door in self._doors.values()}, list[Door]()
+        try:
+            for one in principals:
+                if one.socket and one.socket not in known:
+                    new.append(_bound(Path(one.socket), one))
+        except BaseException:
+            self.shut(new)
+            raise
+        return new
+
+    @staticmethod
+    def shut(doors: Iterable[Door]) -> None:
+        for door in doors:
+            _unlink(door)
+            door.sock.close()
+
+    def follow(self, principals: Iterable[Principal], new: list[Door], epoll: select.epoll) -> None:
+        """From now on the sockets are these principals'; `new`: of those that had none."""
+        of = {one.socket or LOCAL.name: one for one in principals if one.socket or one.name == LOCAL.name}
+        gone = []
+        for fd, door in list(self._doors.items()):
+            main = door.principal is not None and door.principal.name == LOCAL.name
+            door.principal = of.get(LOCAL.name if main else str(door.path))
+            if door.principal is None:
+                gone.append(self._doors.pop(fd))
+            elif not main:
+                os.chmod(door.path, int(door.principal.mode, 8))
+        for door in gone:
+            with suppress(OSError, ValueError):
+                epoll.unregister(door.sock.fileno())
+        self.shut(gone)
+        for door in new:
+            self._doors[door.sock.fileno()] = door
+            epoll.register(door.sock.fileno(), _ONCE)
 
     def register(self, epoll: select.epoll) -> None:
         for fd in self._doors:
@@ -99,10 +134,22 @@ class Doors:
 
     def unlink(self) -> None:
         for door in self._doors.values():
-            with suppress(OSError):  # the path may belong to a successor already
-                if os.stat(door.path).st_ino == door.inode:
-                    door.path.unlink()
+            _unlink(door)
 
     def close(self) -> None:
         for door in self._doors.values():
             door.sock.close()
+
+
+def _bound(path: Path, principal: Principal | None) -> Door:
+    sock = sockets.listen_unix(path)
+    sock.setblocking(False)
+    if principal is not None and principal.socket:
+        os.chmod(path, int(principal.mode, 8))
+    return Door(path, principal, sock, os.stat(path).st_ino)
+
+
+def _unlink(door: Door) -> None:
+    with suppress(OSError):  # the path may belong to a successor already
+        if os.stat(door.path).st_ino == door.inode:
+            door.path.unlink()

@@ -15,6 +15,9 @@ from perdure import errors, limits
 from perdure.catalog.api import KeyArray, Lease
 from perdure.errors import PerdureError, ProtocolError
 from perdure.keys import KeyspaceIdentity, KVLayout
+from perdure.reports import WriteStatus
+from perdure.segments.landing import BlockStatus
+from perdure.service import messages as m
 from perdure.service.messages import Failed, LeaseData, OpenSpace
 
 NO_SLOT: Final = 0xFFFF_FFFF_FFFF_FFFF
@@ -103,3 +106,14 @@ def raise_failure(failed: Failed) -> NoReturn:
     if not (isinstance(kind, type) and issubclass(kind, PerdureError)):
         kind = PerdureError
     raise kind(failed.message)
+
+
+def too_late(question: m.Fetch | m.Read | m.Write) -> m.Message:
+    """The answer to what was read after its deadline: nobody waits for it, and its memory may be in other use."""
+    count = len(keys_of(question.keys))
+    if isinstance(question, m.Write):
+        return m.Written(question.id, bytes([WriteStatus.LATE]) * count, 0, 0, {})
+    late = bytes([BlockStatus.LATE]) * count
+    if isinstance(question, m.Read):
+        return m.Delivered(question.id, late, 0, {}, 0)
+    return m.Fetched(question.id, late, np.full(count, NO_SLOT, np.uint64).tobytes(), 0, {}, [])

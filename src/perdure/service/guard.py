@@ -14,11 +14,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Final
 
-import numpy as np
+import msgspec
 
 from perdure import limits
 from perdure.errors import AccessDenied
@@ -29,15 +29,16 @@ from perdure.governance.identity import Authority, Capability, Tokens, granted
 from perdure.governance.policy import SPACE_ACTIONS, Policies, Where
 from perdure.governance.principals import Principal
 from perdure.governance.shares import Shares
-from perdure.governance.terms import NARROW, Document
+from perdure.governance.terms import Document
+from perdure.governing import GOVERNING, is_retained
 from perdure.service import adopting
 from perdure.service import messages as m
 from perdure.service.fields import keys_of, lease_of
 from perdure.service.peers import Peer
 from perdure.service.quotas import Quotas
 from perdure.service.regions import lies_in_memory
-from perdure.service.shown import OTHER, Owners, denial, own_block, own_status
-from perdure.service.verbs import Reply, Waiting
+from perdure.service.shown import OTHER, Owners, denial, shown
+from perdure.service.verbs import Reply
 from perdure.store import Store
 
 FREE: Final = (m.Release, m.Settled, m.Unregister, m.Unpin, m.OpenSpace, m.Exchange, m.Status, m.Explain)
@@ -55,16 +56,28 @@ _NAMED: Final = ("name", "new_name")
 
 @dataclass(frozen=True, slots=True)
 class Opening:
-    """How a keyspace is to be opened."""
+    """How a keyspace is opened. under: the policy that decided. names: the scope, and whose names it makes of it."""
 
     capability: Capability
     document: Document
     salt: str
     mapped: bool
+    under: Policies
+    names: tuple[str, ...]
 
     @property
     def on_behalf(self) -> str:
         return f" for {self.capability.subject}" if self.capability.subject else ""
+
+
+def _names(document: Document, who: Principal, subject: str) -> tuple[str, ...]:
+    whose = {"private": (who.name, subject), "group": (who.group,)}.get(document.scope, ())
+    return (document.scope, *whose)
+
+
+def _way(who: Principal) -> tuple[Any, ...]:
+    """How it connects."""
+    return who.socket, who.uid, who.gid, who.spiffe
 
 
 class Guard:
@@ -74,14 +87,15 @@ class Guard:
         self, store: Store, policies: Policies, *, roots: Iterable[Path], encrypts: Callable[[str], bool] | None = None
     ):
         """roots: directories that the store's bytes lie in. encrypts: whether a tenant's new blocks are encrypted."""
-        self._core, self.policies = store.core, policies
+        self.core, self.policies = store.core, policies
         self._owners = Owners(store.core)
         self._roots = tuple(str(root) for root in roots)
         self._persistent = not all(map(lies_in_memory, self._roots))
         self._encrypts = encrypts or (lambda tenant: False)
         self._now = store.core.clock.boottime
         self.authority = Authority(self._now)
-        self._tokens = None if policies.jwt is None else Tokens(policies.jwt, policies.path, store.core.clock.wall)
+        self._tokens = self.tokens_of(policies)
+        self.reload: Callable[[], dict[str, Any]] = dict  # set by the server
         adopting.record(store.core, policies)
         self.quotas = Quotas(store.core)
         self.denials = Denials(lambda: store.core.audit)
@@ -92,6 +106,47 @@ class Guard:
     def _publishes(self, tenant: str) -> bool:
         document = self.policies.documents.get(tenant)
         return document is not None and document.publication
+
+    # --- another policy
+    def tokens_of(self, policies: Policies) -> Tokens | None:
+        """Raises PolicyError."""
+        return None if policies.jwt is None else Tokens(policies.jwt, policies.path, self.core.clock.wall)
+
+    def adopt(self, policies: Policies, tokens: Tokens | None) -> None:
+        """It decides from now on, also about what is open."""
+        self.policies, self._tokens = policies, tokens
+        self.shares.adopt(policies.documents)
+        self.core.publications.permit(self._publishes)
+
+    def renew(self, peer: Peer) -> bool:
+        """Whether a client may go on: it connects as it did, and keeps its keyspaces and the memory that it maps."""
+        old = peer.principal
+        new = None if old is None else self.policies.principals.get(old.name)
+        if old is None or new is None or _way(new) != _way(old):
+            return False
+        peer.principal = new
+        for number, opening in enumerate(peer.openings):
+            peer.openings[number] = renewed = self._renewed(peer, opening)
+            if not renewed.capability.actions or (opening.mapped and not renewed.mapped):
+                return False
+        return True
+
+    def _renewed(self, peer: Peer, opening: Opening) -> Opening:
+        """As decided now; nothing is allowed where its names would be others."""
+        under, old, who = self.policies, opening.capability, peer.principal
+        assert who is not None
+        document = under.documents.get(old.tenant) or opening.document
+        new = self._restricted(who, old) if old.lent else self._own(who, old.tenant)
+        if _names(document, who, old.subject) != opening.names or (who.tokens and not old.lent):
+            new = msgspec.structs.replace(new, actions=frozenset())
+        return Opening(new, document, opening.salt, "map" in new.actions, under, opening.names)
+
+    def _restricted(self, who: Principal, lent: Capability) -> Capability:
+        """A capability that was lent under a policy of before, without what is not allowed any more."""
+        if lent.policy == self.policies.stamp(lent.tenant):
+            return lent
+        allowed = self._own(who, lent.tenant)
+        return msgspec.structs.replace(lent, actions=lent.actions & allowed.actions, policy=allowed.policy)
 
     # --- who
     def principals(self) -> Iterable[Principal]:
@@ -107,6 +162,10 @@ class Guard:
             raise AccessDenied(why)
         return found[0]
 
+    def turned_away(self, credentials: tuple[int, int], error: AccessDenied) -> None:
+        uid, gid = credentials
+        self.denials.note(f"unix uid {uid} gid {gid}", "", "connect", str(error), self.policies.stamp(""))
+
     # --- opening
     def admit(self, peer: Peer, q: m.OpenSpace) -> Opening:
         """Raises AccessDenied."""
@@ -114,27 +173,27 @@ class Guard:
             return self._admit(peer, q)
 
     def _admit(self, peer: Peer, q: m.OpenSpace) -> Opening:
-        who = peer.principal
+        who, under = peer.principal, self.policies
         assert who is not None
         if q.capability:
-            capability = self.authority.check(q.capability, who)
+            capability = self._restricted(who, self.authority.check(q.capability, who))
             if q.tenant not in ("", capability.tenant):
                 raise AccessDenied(f"the capability is for tenant {capability.tenant!r}, not {q.tenant!r}")
         elif who.tokens:
             raise AccessDenied(f"{who.name} acts for others only: exchange a token, and pass the capability")
         else:
             capability = self._own(who, self._tenant(who, q.tenant))
-        document = self.policies.documents.get(capability.tenant)
+        document = under.documents.get(capability.tenant)
         if document is None or not capability.actions & {"read", "write"}:
             raise AccessDenied(self.policies.decide(who, capability.tenant, "read", self._where(capability.tenant)).why)
-        whose = {"private": [who.name, capability.subject], "group": [who.group]}.get(document.scope, [])
         if document.scope == "group" and not who.group:
             raise AccessDenied(
                 f"{document.name} shares within session groups, and {who.name} has none; give it a group"
             )
-        parts = ([document.scope, *whose] if whose else []) + (["salt", q.salt] if q.salt else [])
+        names = _names(document, who, capability.subject)
+        parts = (names if len(names) > 1 else ()) + (("salt", q.salt) if q.salt else ())
         salt = "".join(f"{len(part.encode())}:{part}" for part in parts)
-        return Opening(capability, document, salt, "map" in capability.actions)
+        return Opening(capability, document, salt, "map" in capability.actions, under, names)
 
     def _tenant(self, who: Principal, asked: str) -> str:
         if not asked and len(who.tenants) == 1:
@@ -175,9 +234,9 @@ class Guard:
         ttl_s = min(claims.left_s, self.policies.jwt.ttl_s_max)
         stamp = self.policies.stamp(claims.tenant)
         capability = Capability(who.name, claims.tenant, claims.subject, q.session, actions, self._now() + ttl_s, stamp)
-        if self._core.audit is not None:
+        if self.core.audit is not None:
             told = f"{', '.join(sorted(actions)) or 'nothing'} for {ttl_s:.0f} s, to {claims.subject}"
-            self._core.audit.note(Event("grant-capability", tenant=claims.tenant, policy=stamp, detail=told))
+            self.core.audit.note(Event("grant-capability", tenant=claims.tenant, policy=stamp, detail=told))
         return m.Granted(q.id, self.authority.issue(capability), claims.tenant, sorted(actions), ttl_s)
 
     # --- questions
@@ -188,7 +247,9 @@ class Guard:
             return refused, []
         with self.entered(peer, question):
             reply, fds = answer()
-        return self._shown(peer, question, reply), fds
+        if isinstance(question, m.Pin) and isinstance(reply, m.Made):
+            self.quotas.pinned(peer, peer.openings[question.space].document.tenant, reply.number)
+        return shown(self.policies, self._owners, peer, question, reply), fds
 
     @contextmanager
     def entered(self, peer: Peer, question: Any) -> Iterator[None]:
@@ -198,7 +259,7 @@ class Guard:
             yield
             return
         with self.quotas.entered(opening.document.tenant, question):
-            if self._core.audit is None:
+            if self.core.audit is None:
                 yield
                 return
             with acting(peer.who + opening.on_behalf, policy=opening.capability.policy):
@@ -224,7 +285,7 @@ class Guard:
 
     def _deny(self, peer: Peer, q: Any, why: str) -> None:
         opening = peer.openings[q.space] if 0 <= getattr(q, "space", -1) < len(peer.openings) else None
-        what = q.verb if isinstance(q, m.SessionAsk) else type(q).__name__.lower()
+        what = q.verb if isinstance(q, m.SessionAsk | m.Govern) else type(q).__name__.lower()
         if opening is None:
             self.denials.note(peer.who, "", what, why, self.policies.stamp(""))
         else:
@@ -246,6 +307,9 @@ class Guard:
             return None
         if isinstance(q, m.SessionAsk) and q.space < 0:
             self._administer(peer, q)
+            return None
+        if isinstance(q, m.Govern):
+            self._governing(peer, q)
             return None
         if isinstance(q, m.Publication):
             self._publication(peer, q)
@@ -289,6 +353,8 @@ class Guard:
             return None
         peer.space(q.space)  # raises ProtocolError
         opening: Opening = peer.openings[q.space]
+        if opening.under is not self.policies:
+            opening = peer.openings[q.space] = self._renewed(peer, opening)
         return opening
 
     def _problem(self, peer: Peer, opening: Opening, action: str) -> str | None:
@@ -304,7 +370,9 @@ class Guard:
 
     # --- sessions
     def _bound_session(self, opening: Opening, q: m.SessionAsk) -> None:
-        """Names within the capability's scope, times within the terms. Raises AccessDenied."""
+        """Names within the capability's scope, times within the terms, the subject its own. Raises AccessDenied."""
+        if q.verb == "open" and opening.capability.subject:
+            q.fields = q.fields | {"subject": opening.capability.subject}
         scope = opening.capability.session
         names = [q.fields.get(field) for field in _NAMED if q.fields.get(field) is not None]
         inside = names and all(isinstance(name, str) and name.startswith(scope) for name in names)
@@ -335,10 +403,24 @@ class Guard:
             raise AccessDenied("sessions: the capability is for some of them only; open them by name")
         q.fields = q.fields | {"tenant": tenant}
 
+    def _governing(self, peer: Peer, q: m.Govern) -> None:
+        """Erasing: an operator of the tenant. A hold does not forbid to order it: it is done when the hold ends."""
+        action, tenant = GOVERNING.get(q.verb), q.fields.get("tenant")
+        if action is None or not isinstance(tenant, str) or not tenant:
+            self._service_action(peer, "administer")
+            return
+        who, document = peer.principal, self.policies.documents.get(tenant)
+        assert who is not None
+        promised_s = 0 if document is None else document.retention_min_s
+        retained = action == "erase" and is_retained(self.core, q.fields, promised_s)
+        decided = self.policies.decide(who, tenant, action, replace(self._where(tenant), retained=retained))
+        if not decided.allowed:
+            raise AccessDenied(f"{q.verb}: {decided.why}")
+
     def _publication(self, peer: Peer, q: m.Publication) -> None:
         """Publishing: who may for the tenant, on its terms. Its end: also the service's operator, whatever the terms
         say by now. A list: who may see the status, else of what concerns one's tenants. Raises AccessDenied."""
-        who, published = peer.principal, self._core.publications
+        who, published = peer.principal, self.core.publications
         assert who is not None
         if q.verb == "published":
             if not self.policies.decide(who, "", "status").allowed:
@@ -360,36 +442,3 @@ class Guard:
         decided = self.policies.decide(who, "", action)
         if not decided.allowed:
             raise AccessDenied(f"{action}: {decided.why}")
-
-    # --- answers
-    def _shown(self, peer: Peer, q: Any, reply: m.Message | Waiting) -> m.Message | Waiting:
-        """The answer without what is other tenants'."""
-        if isinstance(q, m.Status | m.Explain):
-            who = peer.principal
-            assert who is not None
-            action = "status" if isinstance(q, m.Status) else "explain"
-            if isinstance(reply, m.Document) and not self.policies.decide(who, "", action).allowed:
-                mine = {space.tenant for space in peer.spaces} | set(who.tenants)
-                reply.content = own_status(reply.content, mine) if action == "status" else own_block(peer, reply)
-            return reply
-        if isinstance(q, m.ExplainPrefix) and isinstance(reply, m.Document):
-            narrow = peer.openings[q.space].document.scope in NARROW
-            elsewhere = [] if narrow else reply.content["elsewhere"]  # a digest is what names are made from
-            reply.content["elsewhere"] = [{key: one[key] for key in ("usable", "differs")} for one in elsewhere]
-        elif isinstance(q, m.Lookup | m.Follow):
-            keys, space = keys_of(q.keys), peer.space(q.space)
-            if isinstance(reply, m.Count):
-                reply.count = self._owners.prefix(keys[: reply.count], space)
-            elif isinstance(reply, Waiting):
-                return Waiting(
-                    reply.wish, reply.until, lambda found: m.Count(q.id, self._owners.prefix(keys[:found], space))
-                )
-        elif isinstance(q, m.Advise) and isinstance(reply, m.Advised):
-            if self._owners.prefix(keys_of(q.keys)[: reply.stored], peer.space(q.space)) < reply.stored:
-                return m.Advised(q.id, 0, 0.0, 0.0, "nothing of it is stored")
-        elif isinstance(q, m.Present) and isinstance(reply, m.Mask):
-            own = self._owners.readable(keys_of(q.keys), peer.space(q.space))
-            reply.mask = (np.frombuffer(reply.mask, np.bool_) & own).tobytes()
-        elif isinstance(q, m.Pin) and isinstance(reply, m.Made):
-            self.quotas.pinned(peer, peer.openings[q.space].document.tenant, reply.number)
-        return reply

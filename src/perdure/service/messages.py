@@ -259,6 +259,20 @@ class SessionAsk(Message):
     trace: str = ""
 
 
+class Govern(Message):
+    """A verb of `governing.administer`. Answered by a Document."""
+
+    verb: str
+    fields: dict[str, Any]
+    trace: str = ""
+
+
+class Reload(Message):
+    """Read the policy anew. Answered by a Document."""
+
+    trace: str = ""
+
+
 class Publication(Message):
     """A verb of `publications.Publications.ask`. Answered by a Document."""
 
@@ -395,7 +409,7 @@ class Retired(Message):
 Question = (
     Hello | Join | OpenSpace | Attach | Lookup | Present | Fetch | Release | Read | Settled | Region | Unregister
     | Write | Get | Put | Reserve | Follow | EndLease | Pin | Unpin | Hint | Advise | Status | Explain | ExplainPrefix
-    | Sync | SessionAsk | Publication | Exchange
+    | Sync | SessionAsk | Publication | Exchange | Govern | Reload
 )  # fmt: skip
 Answer = (
     Welcome | Joined | SpaceOpened | Attached | Count | Mask | Fetched | Delivered | Sent | Written | Made | Leased

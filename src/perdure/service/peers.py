@@ -306,3 +306,13 @@ def found_slots(slots: list[Slot | None], packed: np.ndarray[tuple[int], np.dtyp
         numbers
     )
     return there
+
+
+def memory_status(core: Core, clients: list[dict[str, object]]) -> dict[str, int]:
+    """Of the pool. clients: their statuses."""
+    memory = core.pool.stats()
+    return {
+        "budget_bytes": memory.budget_bytes, "mapped_bytes": memory.mapped_bytes, "bytes": memory.bytes,
+        "staging_bytes": memory.lent_bytes, "stranded_bytes": memory.stranded_bytes, "pinned": memory.pinned,
+        "views": sum(int(str(one["views"])) for one in clients), "evictions": memory.evictions,
+    }  # fmt: skip

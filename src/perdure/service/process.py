@@ -44,6 +44,7 @@ from perdure.service.sockets import parse_address
 
 PROBE_TENANT: Final = "perdure-probe"
 _PROBE_BYTES: Final = 4096
+_HANGUP: Final = 1024  # more than any signal's number
 _log = logs.get("service")
 
 
@@ -57,6 +58,9 @@ class ServerLike(Protocol):
     def stop(self, drain_s: float = 10.0) -> None: ...
 
     def status(self) -> dict[str, Any]: ...
+
+    @property
+    def reload(self) -> Callable[[], Any]: ...
 
 
 def build_server(store: stores.Store, settings: Settings) -> ServerLike:
@@ -123,7 +127,7 @@ def run(
             started.callback(probe.stop)
             probe.start()
             _announce(settings, probe, endpoint, boot, str(server.status().get("listen", "")))
-            reason = _wait(signals)
+            reason = _wait(signals, server.reload)
             started.pop_all()
         return _end(settings, store, server, metrics, probe, endpoint, reason)
 
@@ -264,18 +268,20 @@ def _announce(settings: Settings, probe: Readiness, endpoint: Endpoint | None, b
 
 @contextlib.contextmanager
 def _signals() -> Iterator[int]:
-    """A descriptor that can be read when SIGTERM or SIGINT came; a second one ends the process at once."""
+    """A descriptor that can be read when signals came: their sum. A second SIGTERM or SIGINT ends the process at once;
+    each SIGHUP counts _HANGUP."""
     wake = os.eventfd(0, os.EFD_CLOEXEC)
     seen = 0
 
     def handle(number: int, _: Any) -> None:
         nonlocal seen
-        seen += 1
+        seen += number != signal.SIGHUP
         if seen > 1:
             os._exit(128 + number)
-        os.eventfd_write(wake, number)  # an Event could be held by the very thread that was interrupted
+        # an Event could be held by the very thread that was interrupted
+        os.eventfd_write(wake, _HANGUP if number == signal.SIGHUP else number)
 
-    before = {number: signal.signal(number, handle) for number in (signal.SIGTERM, signal.SIGINT)}
+    before = {number: signal.signal(number, handle) for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)}
     try:
         yield wake
     finally:
@@ -284,9 +290,16 @@ def _signals() -> Iterator[int]:
         os.close(wake)
 
 
-def _wait(wake: int) -> str:
-    number = os.read(wake, 8)  # goes on after an interruption, which os.eventfd_read does not
-    return signal.Signals(int.from_bytes(number, sys.byteorder)).name
+def _wait(wake: int, reload: Callable[[], Any]) -> str:
+    """Until a signal that ends the service."""
+    while True:
+        count = int.from_bytes(os.read(wake, 8), sys.byteorder)  # goes on after an interruption, unlike eventfd_read
+        if count % _HANGUP:
+            return signal.Signals(count % _HANGUP).name
+        try:
+            reload()
+        except PerdureError as error:
+            _log.error("not reloaded", extra=logs.fields(why=str(error)))
 
 
 def _end(

@@ -2,7 +2,8 @@
 
 Contract
 - What would pass a bound is refused with the bound's name; nothing waits here. Before stored bytes would, the tenant's
-  own coldest segments are given up; what is being written is counted on top of what the catalog says.
+  own coldest segments are given up; what is being written is counted on top of what the catalog says. Processes that
+  share a directory share that bound (`allotment`); the others hold for each service.
 - A tenant without bounds costs a dictionary look-up per question. Thread-safe.
 """
 
@@ -20,6 +21,7 @@ from perdure.governance.terms import Document, Quota
 from perdure.publishing import flush_pending
 from perdure.segments.format import record_bytes
 from perdure.service import messages as m
+from perdure.service.allotment import Allotment
 from perdure.service.fields import keys_of
 from perdure.service.peers import Peer
 
@@ -38,6 +40,7 @@ class Use:
     seen_bytes: int = -1  # in the catalog, when it was asked last; -1: never
     done_bytes: int = 0  # written since, at most
     coming: dict[int, int] = field(default_factory=dict)  # being written: bytes by question
+    allotment: Allotment | None = None  # where other processes write for the tenant, too
 
 
 class Quotas:
@@ -102,6 +105,13 @@ class Quotas:
 
     def _fits(self, use: Use, number: int, nbytes: int, most: int, tenant_id: bytes) -> bool:
         with self._lock:
+            if self._core.sharing.shared:
+                use.allotment = use.allotment or Allotment(self._core, tenant_id)
+                unpublished = self._pending_bytes(tenant_id) + sum(use.coming.values())
+                if use.allotment.take(nbytes, most, unpublished):
+                    use.coming[number] = nbytes
+                    return True
+                return False
             for _ in range(2):
                 if use.seen_bytes + use.done_bytes + sum(use.coming.values()) + nbytes <= most and use.seen_bytes >= 0:
                     use.coming[number] = nbytes

@@ -126,7 +126,9 @@ class RemoteReads:
             deadline,
         )
         if known is not None and known[1].digest != opened.digest:
-            raise ProtocolError(f"{self._store.where}: another store is served here now; its blocks have other names")
+            raise AccessDenied(
+                f"{self._store.where}: its blocks have other names now (another store, or policy); open it again"
+            )
         self._opened = (run, opened)
         return opened
 

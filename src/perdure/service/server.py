@@ -19,6 +19,7 @@ import select
 import socket
 import threading
 import time
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -37,7 +38,8 @@ from perdure.service.fields import failure
 from perdure.service.guard import Guard
 from perdure.service.node import Node
 from perdure.service.parking import Parking, Ticket
-from perdure.service.peers import Peer
+from perdure.service.peers import Peer, memory_status
+from perdure.service.reloading import Reloading
 from perdure.service.sockets import address_text
 from perdure.service.streams import TlsFiles
 from perdure.service.turns import Turns, even
@@ -103,6 +105,9 @@ class Server:
             for number in range(limits.service_threads)
         ] + [threading.Thread(target=target, name=f"perdure-{name}", daemon=True)
              for name, target in (("beat", self._beat), ("prefault", self._prefault))]  # fmt: skip
+        self.reload: Callable[[], Any] = dict  # the policy anew, where there is one
+        if guard is not None:
+            self.reload = guard.reload = Reloading(guard, self._doors, self._epoll, self._peers, self._cut)
         self._started = False
         self.metrics: Metrics | None = None  # set before `start`
 
@@ -147,10 +152,7 @@ class Server:
 
     def status(self) -> dict[str, Any]:
         """JSON-able: the boot id, clients, memory, and the store's own status."""
-        with self._lock:
-            peers = list(self._peers.values())
-        clients = [peer.status() for peer in peers]
-        memory = self.core.pool.stats()
+        clients = [peer.status() for peer in list(self._peers.values())]
         return {
             "boot": self.boot.hex(),
             "pid": os.getpid(),
@@ -160,11 +162,7 @@ class Server:
             "connections": self._open(),
             "queue": len(self._waiting),
             "waiting": len(self.parking) + (0 if self.node is None else self.node.waiting),
-            "memory": {
-                "budget_bytes": memory.budget_bytes, "mapped_bytes": memory.mapped_bytes, "bytes": memory.bytes,
-                "staging_bytes": memory.lent_bytes, "stranded_bytes": memory.stranded_bytes, "pinned": memory.pinned,
-                "views": sum(int(str(one["views"])) for one in clients), "evictions": memory.evictions,
-            },
+            "memory": memory_status(self.core, clients),
             "store": self._store.status(),
         }  # fmt: skip
 
@@ -246,9 +244,7 @@ class Server:
             door.check(sock)
         except AccessDenied as error:
             if self.guard is not None:
-                uid, gid = sockets.credentials(sock)
-                stamp = self.guard.policies.stamp("")
-                self.guard.denials.note(f"unix uid {uid} gid {gid}", "", "connect", str(error), stamp)
+                self.guard.turned_away(sockets.credentials(sock), error)
             return error
         return None if self.room() else ServiceBusy(f"{self._clients_max} connections are open; raise --clients-max")
 
@@ -365,6 +361,11 @@ class Server:
             self._peers.pop(peer.token, None)
         peer.end()
 
+    def _cut(self, peer: Peer) -> None:
+        for connection in [one for one in list(self._connections.values()) if one.main and one.peer is peer]:
+            self._close(connection)
+        self.dismiss(peer)
+
     def left(self, peer: Peer) -> None:
         """A connection that had joined is closed."""
         with self._lock:
@@ -440,8 +441,7 @@ class Server:
         """False, and the connection is closed, if it does not take its answers, or is gone."""
         data = m.encode(answer)
         if len(data) > limits.message_bytes_max:
-            data = m.encode(failure(answer.id, ServiceBusy("the answer is longer than a message; ask for less")))
-            fds = []
+            data, fds = m.encode(failure(answer.id, ServiceBusy("the answer is longer than a message; ask less"))), []
         try:
             sockets.send(connection.sock, data, fds, socket.MSG_DONTWAIT)
         except OSError:

@@ -10,6 +10,8 @@ from numpy.typing import NDArray
 from perdure.catalog.api import KeyArray, fingerprints
 from perdure.core import Core
 from perdure.errors import AccessDenied
+from perdure.governance.policy import Policies
+from perdure.governance.terms import NARROW
 from perdure.keyspace import Keyspace
 from perdure.presence_table import NO_SEGMENT
 from perdure.reports import WriteStatus
@@ -17,6 +19,7 @@ from perdure.segments.landing import BlockStatus
 from perdure.service import messages as m
 from perdure.service.fields import NO_SLOT, keys_of
 from perdure.service.peers import Peer
+from perdure.service.verbs import Waiting
 
 ABSENT, MINE, OTHER = 0, 1, 2
 
@@ -98,3 +101,32 @@ def denial(q: Any, why: str) -> m.Message:
             return m.Delivered(q.id, statuses, 0, problems, 0)
         return m.Fetched(q.id, statuses, np.full(count, NO_SLOT, np.uint64).tobytes(), 0, problems, [])
     raise AccessDenied(why)
+
+
+def shown(policies: Policies, owners: Owners, peer: Peer, q: Any, reply: m.Message | Waiting) -> m.Message | Waiting:
+    """The answer without what is other tenants'."""
+    if isinstance(q, m.Status | m.Explain):
+        who = peer.principal
+        assert who is not None
+        action = "status" if isinstance(q, m.Status) else "explain"
+        if isinstance(reply, m.Document) and not policies.decide(who, "", action).allowed:
+            mine = {space.tenant for space in peer.spaces} | set(who.tenants)
+            reply.content = own_status(reply.content, mine) if action == "status" else own_block(peer, reply)
+        return reply
+    if isinstance(q, m.ExplainPrefix) and isinstance(reply, m.Document):
+        narrow = peer.openings[q.space].document.scope in NARROW
+        elsewhere = [] if narrow else reply.content["elsewhere"]  # a digest is what names are made from
+        reply.content["elsewhere"] = [{key: one[key] for key in ("usable", "differs")} for one in elsewhere]
+    elif isinstance(q, m.Lookup | m.Follow):
+        keys, space = keys_of(q.keys), peer.space(q.space)
+        if isinstance(reply, m.Count):
+            reply.count = owners.prefix(keys[: reply.count], space)
+        elif isinstance(reply, Waiting):
+            return Waiting(reply.wish, reply.until, lambda found: m.Count(q.id, owners.prefix(keys[:found], space)))
+    elif isinstance(q, m.Advise) and isinstance(reply, m.Advised):
+        if owners.prefix(keys_of(q.keys)[: reply.stored], peer.space(q.space)) < reply.stored:
+            return m.Advised(q.id, 0, 0.0, 0.0, "nothing of it is stored")
+    elif isinstance(q, m.Present) and isinstance(reply, m.Mask):
+        own = owners.readable(keys_of(q.keys), peer.space(q.space))
+        reply.mask = (np.frombuffer(reply.mask, np.bool_) & own).tobytes()
+    return reply

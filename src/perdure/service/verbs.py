@@ -23,11 +23,11 @@ from perdure.flight import Wish
 from perdure.governance.actor import acting
 from perdure.governance.audit import AuditLog, Event
 from perdure.keyspace import Keyspace
-from perdure.reports import ReadReport, WriteStatus
+from perdure.reports import ReadReport
 from perdure.segments.landing import BlockStatus
 from perdure.service import messages as m
 from perdure.service.domains import Domain, Domains
-from perdure.service.fields import NO_SLOT, extents_of, identity_of, keys_of, lease_of, pack_lease
+from perdure.service.fields import NO_SLOT, extents_of, identity_of, keys_of, lease_of, pack_lease, too_late
 from perdure.service.nixl_node import Far, Mover
 from perdure.service.peers import Peer, Ring, found_slots
 from perdure.service.regions import LentRegion, Region, register
@@ -53,7 +53,10 @@ class Waiting:
 Reply = tuple[m.Message | Waiting, list[int]]
 
 READING = (m.Fetch, m.Read, m.Explain, m.ExplainPrefix, m.Settled)
-WRITING = (m.Write, m.Sync, m.Reserve, m.EndLease, m.Pin, m.Unpin, m.OpenSpace, m.Region, m.SessionAsk, m.Publication)
+WRITING = (
+    m.Write, m.Sync, m.Reserve, m.EndLease, m.Pin, m.Unpin, m.OpenSpace, m.Region, m.SessionAsk, m.Publication,
+    m.Govern, m.Reload,
+)  # fmt: skip
 """Questions that may wait for the disk; all others are answered at once."""
 
 
@@ -71,7 +74,8 @@ class Verbs:
             m.Follow: self._follow, m.EndLease: self._end_lease, m.Pin: self._pin, m.Unpin: self._unpin,
             m.Hint: self._hint, m.Advise: self._advise, m.Status: self._tell_status, m.Explain: self._explain,
             m.ExplainPrefix: self._explain_prefix, m.Sync: self._sync, m.SessionAsk: self._session,
-            m.Exchange: self._exchange, m.Publication: self._publication,
+            m.Exchange: self._exchange, m.Govern: self._govern, m.Publication: self._publication,
+            m.Reload: self._reload,
         }  # fmt: skip
 
     def answer(self, peer: Peer, question: Any, fds: list[int]) -> Reply:
@@ -96,7 +100,7 @@ class Verbs:
             if not left_s <= limits.deadline_s_max:
                 raise ProtocolError(f"until_s={question.until_s}: no reading of this host's clock")
             if left_s <= 0:
-                return _too_late(question), []
+                return too_late(question), []
             return handler(peer, question, left_s)
         return handler(peer, question)
 
@@ -227,10 +231,18 @@ class Verbs:
             return m.Document(q.id, self._store.session_admin(q.verb, q.fields)), []
         return m.Document(q.id, peer.space(q.space).session_ask(q.verb, q.fields)), []
 
+    def _govern(self, peer: Peer, q: m.Govern) -> Reply:
+        return m.Document(q.id, self._store.govern(q.verb, q.fields)), []
+
     def _publication(self, peer: Peer, q: m.Publication) -> Reply:
         if self._guard is None:
             raise AccessDenied("publishing is policy's to allow: serve with one (--policy), or stop the service for it")
         return m.Document(q.id, self._store.publication_ask(q.verb, q.fields)), []
+
+    def _reload(self, peer: Peer, q: m.Reload) -> Reply:
+        if self._guard is None:
+            raise AccessDenied("this service has no policy to read anew; start it with --policy")
+        return m.Document(q.id, self._guard.reload()), []
 
     def _sync(self, peer: Peer, q: m.Sync) -> Reply:
         self._store.sync()
@@ -420,14 +432,3 @@ def _wait_until(peer: Peer, q: m.Reserve | m.Follow) -> float:
 def fetch_bytes(store: Store) -> int:
     """What one fetch may bring."""
     return min(limits.fetch_bytes_max, store.core.pool.budget_bytes // 4)
-
-
-def _too_late(question: m.Fetch | m.Read | m.Write) -> m.Message:
-    """The answer to what was read after its deadline: nobody waits for it, and its memory may be in other use."""
-    count = len(keys_of(question.keys))
-    if isinstance(question, m.Write):
-        return m.Written(question.id, bytes([WriteStatus.LATE]) * count, 0, 0, {})
-    late = bytes([BlockStatus.LATE]) * count
-    if isinstance(question, m.Read):
-        return m.Delivered(question.id, late, 0, {}, 0)
-    return m.Fetched(question.id, late, np.full(count, NO_SLOT, np.uint64).tobytes(), 0, {}, [])

@@ -106,6 +106,10 @@ class Node:
         follows = replication["role"] == "master" or replication.get("master_link_status") == "up"
         return follows and state["cluster_state"] == "ok" and int(state["cluster_slots_assigned"]) == SLOTS
 
+    def has(self, offset: int) -> bool:
+        """As a replica: what its primary had at this offset."""
+        return int(self.info("replication").get("slave_repl_offset", 0)) >= offset
+
     def pause(self) -> None:
         assert self.process is not None
         self.process.send_signal(signal.SIGSTOP)
@@ -198,6 +202,15 @@ class Cluster:
             if replication["role"] == "slave" and int(replication["master_port"]) == primary.port:
                 return node
         raise AssertionError(f"port {primary.port} has no replica")
+
+    def wait_replicated(self) -> None:
+        """It is healthy, and replicas have all that was acknowledged by now: no failover loses that."""
+        self.wait_healthy()
+        for primary in self.nodes:
+            told = primary.info("replication")
+            if told["role"] == "master":
+                replica, offset = self.replica_of(primary), int(told["master_repl_offset"])
+                eventually(partial(replica.has, offset), f"port {primary.port} is replicated")
 
     def heal(self) -> None:
         """Start what was killed, wake what was stopped, and wait until it is one cluster again."""

@@ -4,20 +4,23 @@
         [first] = engine.generate([tokens], max_tokens=8)
 
 Contract
-- Prompts are token ids or text; answers are greedy unless told otherwise. An answer that failed says so in `finish`.
+- Prompts are token ids, text, or what vLLM takes as a dictionary (`prompt_embeds` as lists of numbers); answers are
+  greedy unless told otherwise. An answer that failed says so in `finish`.
 - `call` calls a method of `vllm.LLM` by name (`reset_prefix_cache`, `sleep`, `wake_up`).
-- An engine that ends or raises is EngineFailed with its last words. It is killed as a group at the end.
+- An engine that ends or raises is EngineFailed with its last words. It is killed as a group at the end; `end` lets
+  vLLM shut its workers and connectors down before.
 - Run as a script this module is the process: it imports vllm, and nothing else here does.
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import subprocess
 import sys
 import threading
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from queue import Empty, SimpleQueue
@@ -28,6 +31,10 @@ from perdure.testing.vllm_process import START_S, EngineFailed, ProcessGroup
 _DEFAULTS: dict[str, Any] = {
     "enforce_eager": True, "max_model_len": 4096, "prefix_caching_hash_algo": "sha256_cbor", "disable_log_stats": False,
 }  # fmt: skip
+
+
+END_S = 60.0
+Prompt = Sequence[int] | str | dict[str, Any]
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,7 +62,7 @@ class OfflineEngine(ProcessGroup):
         log: Path,
         *,
         transfer: dict[str, Any] | None = None,
-        environment: dict[str, str] | None = None,
+        environment: Mapping[str, str | None] | None = None,
         wait: bool = True,
     ) -> None:
         super().__init__(
@@ -80,7 +87,7 @@ class OfflineEngine(ProcessGroup):
 
     def generate(
         self,
-        prompts: Sequence[Sequence[int] | str],
+        prompts: Sequence[Prompt],
         *,
         max_tokens: int = 8,
         salt: str | None = None,
@@ -92,7 +99,7 @@ class OfflineEngine(ProcessGroup):
 
     def begin(
         self,
-        prompts: Sequence[Sequence[int] | str],
+        prompts: Sequence[Prompt],
         *,
         max_tokens: int = 8,
         salt: str | None = None,
@@ -100,7 +107,7 @@ class OfflineEngine(ProcessGroup):
         **sampling: Any,
     ) -> OfflineEngine:
         """As `generate`, but comes back at once; `finish` has the answers. For doing something to it meanwhile."""
-        prompts = [one if isinstance(one, str) else list(one) for one in prompts]
+        prompts = [one if isinstance(one, (str, dict)) else list(one) for one in prompts]
         arguments = {"temperature": 0.0, "logprobs": 0, "max_tokens": max_tokens} | sampling
         if params is not None:
             arguments["extra_args"] = {"kv_transfer_params": params}
@@ -114,6 +121,20 @@ class OfflineEngine(ProcessGroup):
         """Of `vllm.LLM`; what is not JSON comes back as its repr."""
         self._tell({"call": method, "arguments": arguments, "named": named})
         return self._result()
+
+    def metrics(self, prefix: str) -> dict[str, float]:
+        """vLLM's counters whose names begin with it, by "name:label,label"."""
+        self._tell({"metrics": prefix})
+        return {str(name): float(value) for name, value in self._result().items()}
+
+    def end(self) -> None:
+        """As a user ends it. What is still there after `END_S` is killed."""
+        assert self.process.stdin is not None
+        with contextlib.suppress(BrokenPipeError):
+            self.process.stdin.close()
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self.process.wait(END_S)
+        self.kill()
 
     def kill(self) -> int:
         killed = super().kill()
@@ -173,6 +194,8 @@ def _main() -> None:
                 answer(result="ready")
             elif "generate" in message:
                 answer(result=_generate(llm, message))
+            elif "metrics" in message:
+                answer(result=_metrics(llm, message["metrics"]))
             else:
                 answer(result=getattr(llm, message["call"])(*message["arguments"], **message["named"]))
         except Exception as error:  # the other side raises it
@@ -185,11 +208,27 @@ def _generate(llm: Any, message: dict[str, Any]) -> list[dict[str, Any]]:
     from vllm import SamplingParams
 
     salt = {"cache_salt": message["salt"]} if message["salt"] else {}
-    prompts = [
-        ({"prompt": one} if isinstance(one, str) else {"prompt_token_ids": one}) | salt for one in message["generate"]
-    ]
+    prompts = [_prompt(one) | salt for one in message["generate"]]
     outputs = llm.generate(prompts, SamplingParams(**message["sampling"]), use_tqdm=False)
     return [_answer(one) for one in outputs]
+
+
+def _prompt(given: Any) -> dict[str, Any]:
+    if isinstance(given, dict):
+        import torch
+
+        return {name: torch.tensor(value) if name == "prompt_embeds" else value for name, value in given.items()}
+    return {"prompt": given} if isinstance(given, str) else {"prompt_token_ids": given}
+
+
+def _metrics(llm: Any, prefix: str) -> dict[str, float]:
+    found = {}
+    for metric in llm.get_metrics():
+        value = getattr(metric, "value", None)
+        if value is not None and metric.name.startswith(prefix):
+            labels = [text for name, text in sorted(metric.labels.items()) if name not in ("engine", "model_name")]
+            found[f"{metric.name}:{','.join(labels)}"] = float(value)
+    return found
 
 
 def _answer(output: Any) -> dict[str, Any]:

@@ -16,12 +16,14 @@ import os
 import signal
 import subprocess
 import time
+from collections.abc import Mapping
 from pathlib import Path
 from types import TracebackType
 from typing import Any
 
 from perdure.demo.process import bound
 from perdure.errors import PerdureError
+from perdure.limits import GIB
 
 START_S = 300.0  # imports take 11 s on idle cores, the engine 10 to 40 s
 GONE_S = 30.0
@@ -49,22 +51,35 @@ def connector(url: str, **extra: Any) -> dict[str, Any]:
     }
 
 
+def tiering(*tiers: dict[str, Any], cpu_bytes: int = GIB) -> dict[str, Any]:
+    """The same for vLLM's offloading on a CPU, with these secondary tiers. cpu_bytes: of its primary tier."""
+    return {
+        "kv_connector": "OffloadingConnector",
+        "kv_role": "kv_both",
+        "kv_connector_extra_config": {
+            "spec_name": "CpuTieringSpec", "spec_module_path": "perdure.engines.vllm.cpu_spec",
+            "cpu_bytes_to_use": cpu_bytes, "secondary_tiers": list(tiers),
+        },
+    }  # fmt: skip
+
+
 class ProcessGroup:
-    """A command in a session of its own. environment: added to this process's."""
+    """A command in a session of its own. environment: added to this process's; None removes a variable."""
 
     def __init__(
         self,
         command: list[str],
         log: Path,
         *,
-        environment: dict[str, str] | None = None,
+        environment: Mapping[str, str | None] | None = None,
         streams: dict[str, Any] | None = None,
     ) -> None:
         self.log = log
         with log.open("ab") as file:
             self._begin = file.tell()
             options: dict[str, Any] = {"stdin": subprocess.DEVNULL, "stdout": file, "stderr": file} | (streams or {})
-            options["env"] = DEFAULTS | os.environ | ENVIRONMENT | (environment or {})
+            given = {**DEFAULTS, **os.environ, **ENVIRONMENT, **(environment or {})}
+            options["env"] = {name: value for name, value in given.items() if value is not None}
             self.process: subprocess.Popen[Any] = subprocess.Popen(bound(command), start_new_session=True, **options)
 
     def __enter__(self) -> Any:

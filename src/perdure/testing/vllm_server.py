@@ -12,7 +12,7 @@ import http.client
 import socket
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -44,7 +44,7 @@ class VllmServer(ProcessGroup):
         dtype: str = "float32",
         max_model_len: int = 8192,
         arguments: Sequence[str] = (),
-        environment: dict[str, str] | None = None,
+        environment: Mapping[str, str | None] | None = None,
     ) -> None:
         self.port = free_port()
         command = [

@@ -35,13 +35,17 @@ _ATTENTION = {"FullAttentionSpec", "MLAAttentionSpec", "SlidingWindowSpec"}
 
 @dataclass(frozen=True, slots=True)
 class Group:
-    """One KV-cache group of one rank. window_tokens: how far its layers look back, None for all of the sequence."""
+    """One KV-cache group of one rank. window_tokens: how far its layers look back, None for all of the sequence.
+
+    copy: how many ranks before this one hold the same blocks; the first of them stores for all.
+    """
 
     number: int
     layer_names: tuple[str, ...]
     block_tokens: int
     window_tokens: int | None
     layout: KVLayout
+    copy: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,6 +82,13 @@ def refusals(vllm_config: Any, kv_cache_config: Any | None = None) -> list[Refus
                 f"{TIER}, or method ngram",
             )
         )  # fmt: skip
+    if loses_prefixes(vllm_config):
+        found.append(
+            Refusal(
+                "latent attention on a CPU without AMX", "attention backend CPU_MLA, wrong behind any prefix",
+                "a CPU with AMX, or a GPU",
+            )
+        )  # fmt: skip
     if kv_cache_config is None and getattr(getattr(vllm_config, "model_config", None), "has_inner_state", False):
         found.append(Refusal("Mamba or linear attention state", "the model", TIER))
     if kv_cache_config is not None:
@@ -86,6 +97,21 @@ def refusals(vllm_config: Any, kv_cache_config: Any | None = None) -> list[Refus
         if layout in _SCATTERED:
             found.append(Refusal("a KV cache with pages in pieces", f"KV layout {layout}", "layout LBHNC or LBNHC"))
     return found
+
+
+def loses_prefixes(vllm_config: Any) -> bool:
+    """Whether this engine computes something else behind a prefix than without one, whoever has the prefix.
+
+    So does vLLM 0.32's CPU_MLA, in fp32 from the first token on, behind its own cache too if that is forced on. vLLM
+    turns its cache and chunked prefill off for it, but asks connectors all the same.
+    """
+    if not getattr(getattr(vllm_config, "model_config", None), "use_mla", False):
+        return False
+    if vllm_config.cache_config.enable_prefix_caching or vllm_config.scheduler_config.enable_chunked_prefill:
+        return False
+    from vllm.platforms import current_platform
+
+    return bool(current_platform.is_cpu())
 
 
 def config_of(model: str) -> Any:
@@ -161,6 +187,7 @@ def check_supported(vllm_config: Any, kv_cache_config: Any | None = None) -> Non
 _TABLE = (
     ("full attention, grouped or multi-head", "supported"),
     ("multi-head latent attention (MLA)", "supported, stored once for all ranks"),
+    ("MLA on a CPU without AMX", "refused; vLLM's CPU_MLA computes wrongly behind any prefix"),
     ("sliding window, several KV-cache groups", "supported"),
     ("chunked prefill, preemption, priority, abort, n > 1", "supported"),
     ("prefix caching off", "supported"),
@@ -235,7 +262,7 @@ def _group(
                    for name, spec in named],
         "window": window,
     }  # fmt: skip
-    heads, replicated = _heads(vllm_config, first, tp_rank)
+    heads, replicated, copy = _heads(vllm_config, first, tp_rank)
     kv_dtype = _kv_dtype(vllm_config, first)
     layout = KVLayout(
         block_tokens=first.block_size,
@@ -250,7 +277,7 @@ def _group(
         scales=scales if kv_dtype.startswith("float8") else "",
         isa=_isa(vllm_config, first),
     )
-    return Group(number, tuple(group.layer_names), first.block_size, window, layout)
+    return Group(number, tuple(group.layer_names), first.block_size, window, layout, copy)
 
 
 def _is_windowed(spec: Any) -> bool:
@@ -262,15 +289,15 @@ def _layer_index(name: str) -> int:
     return int(found.group(1)) if found else 0
 
 
-def _heads(vllm_config: Any, spec: Any, tp_rank: int) -> tuple[tuple[int, int], bool]:
-    """KV heads of this shard as (first, count), and whether every rank holds the same."""
+def _heads(vllm_config: Any, spec: Any, tp_rank: int) -> tuple[tuple[int, int], bool, int]:
+    """KV heads of this shard as (first, count), whether every rank holds the same, and how many before it do."""
     count = int(spec.num_kv_heads)
     if type(spec).__name__ == "MLAAttentionSpec":
-        return (0, count), True
+        return (0, count), True, tp_rank
     tp = int(vllm_config.parallel_config.tensor_parallel_size)
     total = int(vllm_config.model_config.get_total_num_kv_heads())
     ranks_per_shard = max(1, tp // max(1, total))
-    return (tp_rank // ranks_per_shard * count, count), False
+    return (tp_rank // ranks_per_shard * count, count), False, tp_rank % ranks_per_shard
 
 
 def _dtype_name(dtype: Any) -> str:

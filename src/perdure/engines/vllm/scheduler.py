@@ -419,12 +419,16 @@ class Scheduler:
         if weights is not None:  # connecting takes longer than a request waits
             self._promoter.later(lambda: warm_up(self._spaces(weights, "")))
 
-    def stored_in(self, request: Any) -> tuple[int, Callable[[], Spaces]]:
-        """Up to which token the request's blocks may be stored (0: none are), and where."""
-        weights, adapter = self._epochs.known, request.lora_request
-        if weights is None or not self._working:
-            return 0, list
-        return self._limit(request), lambda: self._spaces(weights, self._adapters.find(adapter))
+    def stored_in(self, request: Any) -> tuple[int, Callable[[], Spaces], Callable[[], list[bytes]]]:
+        """Up to which token the request's blocks may be stored (0: none are), where, and by which names."""
+        weights, state = self._epochs.known, self._requests.get(request.request_id)
+        if weights is None or state is None or not self._working:
+            return 0, list, list
+        adapter = request.lora_request
+        return (
+            self._limit(request), lambda: self._spaces(weights, self._adapters.find(adapter)),
+            lambda: self._names(state)[:],
+        )  # fmt: skip
 
     def new_epoch(self) -> None:
         """The weights may be others from now on: nothing of before is offered, nothing of after stored as of before."""

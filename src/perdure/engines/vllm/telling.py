@@ -6,7 +6,8 @@ Contract
   another engine stores or the store forgets are told when the next request of theirs ends here.
 - They go into vLLM's own stream where it publishes one (`--kv-events-config`), else to the address `events` of the
   connector's settings; a new epoch of the weights removes all that was told.
-- Requests with media, prompt embeds or an adapter are not told: their tokens and hashes do not name what is stored.
+- A request with an adapter is told under vLLM's own hashes and the adapter's name, as vLLM does; it is looked up by the
+  adapter's content. Requests with media or prompt embeds are not told: their tokens do not name what is stored.
   `WAITING_MAX` requests wait at most.
 """
 
@@ -37,12 +38,14 @@ HashesOf = Callable[[Sequence[bytes], int, int, int], list[bytes]]
 
 @dataclass(slots=True)
 class _Ended:
-    """A request that is over, and when to look for its blocks."""
+    """A request that is over, and when to look for its blocks. hashes: by which they are told. names: in the store."""
 
     hashes: list[bytes]
+    names: Callable[[], list[bytes]]
     tokens: list[int]
     limit: int
     salt: str | None
+    lora: str | None
     spaces: Callable[[], Spaces]
     epoch: int
     due: float
@@ -62,17 +65,21 @@ class Teller:
         self._thread = threading.Thread(target=self._work, name="perdure-tell", daemon=True)
         self._thread.start()
 
-    def ended(self, request: Any, limit: int, spaces: Callable[[], Spaces]) -> None:
-        """limit: tokens up to which its blocks are full and confirmed."""
-        if not limit or request.mm_features or request.lora_request is not None or request.prompt_embeds is not None:
+    def ended(
+        self, request: Any, limit: int, spaces: Callable[[], Spaces], names: Callable[[], list[bytes]] | None = None
+    ) -> None:
+        """limit: tokens up to which its blocks are full and confirmed. names: of its blocks in the store, if they are
+        not the request's hashes."""
+        if not limit or request.mm_features or request.prompt_embeds is not None:
             return
-        tokens = list(request.all_token_ids[:limit])
+        tokens, hashes, adapter = list(request.all_token_ids[:limit]), request.block_hashes[:], request.lora_request
+        lora = None if adapter is None else str(adapter.lora_name)
         with self._changed:
             if len(self._waiting) < WAITING_MAX:
                 due = time.monotonic() + LOOKS_S[0]
-                self._waiting.append(
-                    _Ended(request.block_hashes[:], tokens, limit, request.cache_salt, spaces, self._epoch, due)
-                )
+                self._waiting.append(_Ended(
+                    hashes, names or (lambda: hashes), tokens, limit, request.cache_salt, lora, spaces, self._epoch, due
+                ))  # fmt: skip
                 self._changed.notify_all()
 
     def new_epoch(self) -> None:
@@ -133,26 +140,26 @@ class Teller:
         """Whether all of its blocks are stored."""
         complete = True
         for group, (shape, spaces) in enumerate(zip(self._shapes, one.spaces(), strict=True)):
-            names = self._hashes_of(one.hashes, group, 0, one.limit)
+            names, told = (self._hashes_of(hashes, group, 0, one.limit) for hashes in (one.names(), one.hashes))
             there = np.ones(len(names), bool)
             for space in spaces:
                 there &= space.present(adopt_hashes(space.digest, names))
             with self._changed:
                 if one.epoch != self._epoch:
                     return True
-                self._tell(one, group if len(self._shapes) > 1 else None, self._events[group], names, there)
+                self._tell(one, group if len(self._shapes) > 1 else None, self._events[group], told, there)
             needed = 0 if shape.window_tokens is None else shape.first_needed(one.limit)
             complete = complete and bool(there[needed:].all())
         return complete
 
-    def _tell(self, one: _Ended, group: int | None, events: StorageEvents, names: list[bytes], there: Any) -> None:
-        size = len(one.tokens) // max(1, len(names))
-        events.missing([name for name, present in zip(names, there, strict=True) if not present], group=group)
+    def _tell(self, one: _Ended, group: int | None, events: StorageEvents, told: list[bytes], there: Any) -> None:
+        size = len(one.tokens) // max(1, len(told))
+        events.missing([name for name, present in zip(told, there, strict=True) if not present], group=group)
         edges = np.flatnonzero(np.diff(np.concatenate(([False], there, [False])).astype(np.int8)))
         for low, high in zip(edges[::2].tolist(), edges[1::2].tolist(), strict=True):
             events.stored(
-                names[low:high], one.tokens[low * size : high * size], parent=names[low - 1] if low else None,
-                salt=one.salt, group=group,
+                told[low:high], one.tokens[low * size : high * size], parent=told[low - 1] if low else None,
+                lora=one.lora, salt=one.salt, group=group,
             )  # fmt: skip
 
 

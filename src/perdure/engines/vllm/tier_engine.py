@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from perdure.engines.model_identity import NOT_IDENTITY
-from perdure.engines.vllm.identity import hash_identity
+from perdure.engines.vllm.identity import hash_identity, loses_prefixes
 from perdure.errors import InvalidArgument
 
 BY_NAME = "by-name"
@@ -49,6 +49,11 @@ def check(engine: Any, adapters: str) -> None:
         )
     if getattr(engine.cache_config, "calculate_kv_scales", False):
         raise InvalidArgument("perdure tier: KV scales are computed at run time; use static ones, from the checkpoint")
+    if loses_prefixes(engine):
+        raise InvalidArgument(
+            "perdure tier: vLLM's attention backend CPU_MLA (latent attention on a CPU without AMX) computes wrongly "
+            "behind any prefix; use a CPU with AMX, or a GPU"
+        )
 
 
 def model_dtype(engine: Any) -> str:

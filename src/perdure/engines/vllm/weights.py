@@ -4,8 +4,9 @@ Contract
 - Covers every parameter and buffer of the model in this process (static KV scales and rotary tables among them) and the
   model's configuration. Weights that were changed in place have another digest.
 - vLLM's CPU kernels keep packed copies that cannot be read back. Of those, `PROBE_COLUMNS` columns are found exactly
-  through the kernel itself, and the bytes of the checkpoint's files are digested too. Where there are no such files, or
-  a module keeps weights in some other hidden way, WeightsHidden asks for the setting `weights`.
+  through the kernel itself, and the bytes of the checkpoint's files are digested too. What latent attention (MLA) packs
+  of a projection can be read. Where there are no such files, or a module keeps weights in some other hidden way,
+  WeightsHidden asks for the setting `weights`.
 - Never: changing the model. Costs about 0.5 s per GB and core; nothing is cached, each call looks again.
 """
 
@@ -28,6 +29,7 @@ from perdure.errors import InvalidArgument
 
 PROBE_COLUMNS = 64
 _DIGEST_THREADS = 4
+_PACKED_PROJECTION = ("_w_scale", "_w_uk_packed", "_w_uv_packed")  # of vLLM's AMXMLAImpl
 _CHECKPOINT = ("*.safetensors", "*.bin", "*.pt", "*.gguf")
 
 
@@ -82,9 +84,13 @@ def _memory_of(tensor: torch.Tensor) -> tuple[Any, ...]:
 
 def _hidden(model: Any) -> Iterator[tuple[str, bytes]]:
     """Modules whose weights were replaced by nothing, and what their kernels answer."""
+    packed = _packed_projections(model)
     for name, module in model.named_modules():
         gone = [key for key, value in module.named_parameters(recurse=False) if not value.numel()]
         if not gone:
+            continue
+        if id(module) in packed:
+            yield name, packed[id(module)]
             continue
         kernel, width = getattr(module, "cpu_linear", None), _input_width(module)
         if kernel is None or width is None:
@@ -93,6 +99,20 @@ def _hidden(model: Any) -> Iterator[tuple[str, bytes]]:
                 'set "weights": "<algorithm>:<digest>" in kv_connector_extra_config, and change it with the weights'
             )
         yield name, _probe(kernel, module, gone[0], width)
+
+
+def _packed_projections(model: Any) -> dict[int, bytes]:
+    """Digests of what attention layers have packed of their `kv_b_proj`, by the id of that module."""
+    found = {}
+    for module in model.modules():
+        projection, kernel = getattr(module, "kv_b_proj", None), getattr(module, "impl", None)
+        if projection is None or kernel is None:
+            continue
+        tensors = sorted((key, value) for key, value in vars(kernel).items() if key in _PACKED_PROJECTION)
+        fields = [(key, tensor_digest(value)) for key, value in tensors if value is not None]
+        if fields:
+            found[id(projection)] = hashlib.sha256(naming.encode_fields(fields)).digest()
+    return found
 
 
 def _input_width(module: Any) -> int | None:

@@ -6,6 +6,7 @@ Contract
 - Each load is reported finished once, whatever became of it, at the latest `load_deadline_ms` and a grace after its
   start; its blocks that did not come are reported with it (one KV-cache group) or the request as failed (several).
 - A block is in the cache only if its bytes were verified; what is left in the blocks of a failed load has no meaning.
+- Of ranks that hold the same blocks (MLA; more ranks than KV heads) the first saves them.
 - The digest of the loaded weights is taken by a thread, at the start and whenever the scheduler's epoch has changed;
   until it is known nothing is loaded or saved.
 """
@@ -17,6 +18,7 @@ import threading
 import time
 from collections.abc import Mapping
 from concurrent.futures import Future, ThreadPoolExecutor, wait
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -63,6 +65,7 @@ class Worker:
         self._epoch = 0
         self._warm = ""  # the weights whose keyspaces are open and mapped, or soon will be
         self._layouts: list[KVLayout] = []
+        self._saved_groups: set[int] = set()
         self._pages: Pages | None = None
         self._saver: Saver | None = None
         self._first_digest: Future[None] | None = None
@@ -73,6 +76,7 @@ class Worker:
             self._vllm_config, self._kv_cache_config, tp_rank=self._rank[1], backend=backend, scales=scales
         )
         self._layouts = [group.layout for group in groups]
+        self._saved_groups = {group.number for group in groups if not group.copy}
         self._pages = Pages(kv_caches, self._kv_cache_config)
         self._saver = Saver(self._settings, self._pages, self._link, self._space, self.tally.add)
         self._first_digest = self._digests.submit(self._digest, self._epoch)
@@ -120,8 +124,9 @@ class Worker:
         if self._saver is None or not plan.weights:
             return
         for transfer in transfers:
-            if transfer.epoch == self._epoch:
-                self._saver.submit(transfer, plan.weights)
+            parts = [part for part in transfer.parts if part.group in self._saved_groups]
+            if parts and transfer.epoch == self._epoch:
+                self._saver.submit(replace(transfer, parts=parts), plan.weights)
 
     def results(self) -> tuple[set[str], set[str]]:
         """Requests whose load has ended, and those of them that failed as a whole; each once."""

@@ -1,0 +1,402 @@
+"""Erasing: a tenant, or blocks of one, so that nobody can read them again, and a signed receipt that says so.
+
+    DIR/control/erasures/<id>.order     what was asked for, until it is done
+    DIR/control/erasures/<id>.keys      the blocks it concerns: from here on they are gone, and nothing stops it
+    DIR/control/erasures/<id>.receipt   it is done
+
+Contract
+- `erase` returns when what it concerns cannot be read any more, here and after any crash. A tenant's key and the secret
+  of its names are destroyed, its epoch has passed; blocks are buried. What lies on the disk is given up behind serving,
+  by one thread, tried again until it is done, also by whoever opens the store after a crash.
+- Blocks that share a segment with others: those are copied to a segment with a key of its own, and the old key and file
+  destroyed. Every copy of the blocks counts, those in the garbage of a segment too.
+- Recorded before it begins, and when it is done; if that cannot be, nothing is erased (AuditUnavailable).
+- A hold beats it: then the order waits, and runs when the hold is released.
+- Never: a block that was not named; an order undone by a restart, a rebuild or a full disk.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import secrets
+import threading
+import time
+from collections.abc import Callable, Iterable
+from typing import Any, Final
+
+import msgspec
+import numpy as np
+
+from perdure import limits
+from perdure.catalog.api import KeyArray, SegmentRecord, SegmentState, as_keys, fingerprints
+from perdure.core import Core
+from perdure.errors import InvalidArgument, PerdureError
+from perdure.governance import receipts
+from perdure.governance.audit import Event
+from perdure.keeper import settle_unsealed
+from perdure.keys import key_domain, key_list
+from perdure.pool.wiping import wipe, withdraw
+from perdure.publishing import flush_pending
+from perdure.segments.format import NO_CIPHER, record_bytes_array
+from perdure.segments.reclaim import Shredded
+from perdure.segments.recovery import entry_keys
+from perdure.tenants import KEYSPACES
+
+FOLDER: Final = "control/erasures"
+_SETTLE_S: Final = 0.02
+
+
+class Order(msgspec.Struct, omit_defaults=True):
+    """kind: "tenant", "session", "subject" or "block". target: name of the session or subject; forgotten at the end.
+    epoch: of a tenant, the first one that stays."""
+
+    id: str
+    kind: str
+    tenant: str
+    tenant_id: str
+    at_s: float
+    who: str = ""
+    target: str = ""
+    keys: list[str] = []
+    epoch: int = 0
+    blocks: int = 0  # what there was when it was ordered
+    bytes: int = 0
+    keyed: bool = False  # all of it was encrypted
+
+
+class Erasures:
+    """Of one store. Thread-safe."""
+
+    def __init__(self, core: Core, resolve: Callable[[Order], KeyArray], end_sessions: Callable[[Order], None]):
+        """resolve: the blocks that an order is about. end_sessions: those that it is about are over."""
+        self._core = core
+        self._lock = threading.RLock()  # of what begins
+        self._orders: dict[str, Order] = {}
+        self._keys: dict[str, KeyArray] = {}  # of those that have begun, but for tenants
+        self._begun: set[str] = set()
+        self._ready = False
+        self._done = threading.Condition()
+        self._wake, self._stop = threading.Event(), threading.Event()
+        self._thread: threading.Thread | None = None
+        self.last_error: str | None = None
+        self.resolve, self.end_sessions = resolve, end_sessions
+        self.held: Callable[[Order], str] = lambda order: ""
+        core.reclaimer.spared = self._rewriting
+
+    # --- asking
+    def erase(self, kind: str, tenant: str, *, target: str = "", keys: Iterable[bytes] = ()) -> dict[str, Any]:
+        """Returns the order's state, see `state_of`. Raises InvalidArgument, AuditUnavailable, CatalogError, OSError,
+        KeyUnavailable; after the last two it goes on by itself."""
+        core, audit = self._core, self._core.audit
+        if core.sharing.shared:
+            raise InvalidArgument("erase: not built for stores that several processes share; leave `catalog` out")
+        with self._lock, core.publications.beginning:
+            published = core.publications.names_of(tenant)
+            if published:
+                raise InvalidArgument(
+                    f"erase: {tenant!r} has published {', '.join(published)}, which are copies; unpublish them first"
+                )
+            tenant_id = core.tenants.id_of(tenant)
+            order = Order(
+                secrets.token_hex(8), kind, tenant, tenant_id.hex(), core.steady.now(), target=target,
+                keys=[key.hex() for key in keys],
+                epoch=core.tenants.epoch(tenant_id) + 1 if kind == "tenant" else 0,
+            )  # fmt: skip
+            held = self.held(order)
+            found = None if held or kind == "tenant" else self.resolve(order)  # before anything says that it is erased
+            if found is not None and not len(found):
+                raise InvalidArgument(f"erase: {tenant!r} has nothing of the {kind} {target!r}; nothing was erased")
+            self._survey(order, found)
+            if audit is not None:
+                audit.guard()
+                event = Event("erase", tenant=tenant, object=order.id, outcome="held" if held else "", detail=kind)
+                event.blocks = order.blocks
+                audit.append(event, durable=True)
+                order.who = event.who
+            core.files.write_once(f"{FOLDER}/{order.id}.order", msgspec.json.encode(order))
+            self._orders[order.id] = order
+            try:
+                if not held:
+                    self._begin(order, found)
+            finally:  # what fails here is tried again, like everything that comes after it
+                self._start()
+        return self.state_of(order.id)
+
+    def _survey(self, order: Order, keys: KeyArray | None) -> None:
+        """What is there of it now."""
+        core, tenant, keystore = self._core, bytes.fromhex(order.tenant_id), self._core.segments.keys
+        if keys is not None:
+            present, records = core.locate(keys)
+            order.blocks, order.bytes = len(keys), int(records["block_bytes"][present].sum())
+            order.keyed = bool(present.any()) and bool((records["cipher"][present] != NO_CIPHER).all())
+        elif order.kind == "tenant":
+            usage = core.index.usage().get(tenant)
+            if usage is not None:
+                order.blocks, order.bytes = usage.blocks, usage.block_bytes
+            own = [one.segment for one in core.table.all() if one.tenant == tenant]
+            order.keyed = bool(own) and keystore is not None and all(map(keystore.has, own))
+
+    def state_of(self, order: str) -> dict[str, Any]:
+        """{"id", "state"}: "held": it waits for a hold's end; "unreadable": what is on the disk is being given up;
+        "erased", with "receipt"."""
+        known = self._orders.get(_checked(order))
+        if known is None or self._core.read_only:
+            with contextlib.suppress(FileNotFoundError):
+                receipt = self._core.files.read(f"{FOLDER}/{order}.receipt")
+                return {"id": order, "state": "erased", "receipt": msgspec.json.decode(receipt)}
+        if known is None:
+            raise InvalidArgument(f"erasure {order!r}: there is none with this id; see `perdure lifecycle`")
+        why = (self.last_error or "") if order in self._begun else self.why_waiting(known) or self.last_error or ""
+        told = {"id": order, "state": "unreadable" if order in self._begun else "held", "kind": known.kind}
+        return told | {"tenant": known.tenant, "at_s": known.at_s, "why": why}
+
+    def waiting(self) -> list[dict[str, Any]]:
+        """States of all that are not done."""
+        return [self.state_of(order) for order in list(self._orders)]
+
+    def why_waiting(self, order: Order) -> str:
+        """Why an order must not begin yet; "": it may."""
+        published = self._core.publications.names_of(order.tenant)
+        return self.held(order) or (f"published: {', '.join(published)}; unpublish it" if published else "")
+
+    def wait(self, order: str, timeout_s: float) -> dict[str, Any]:
+        """The state once it is erased, or held, or after `timeout_s`."""
+        until = time.monotonic() + timeout_s
+        with self._done:
+            while (told := self.state_of(order))["state"] == "unreadable" and time.monotonic() < until:
+                self._done.wait(min(1.0, max(0.0, until - time.monotonic())))
+        return told
+
+    # --- after opening
+    def load(self) -> None:
+        """Before anything is served: what was begun is gone, and what a crash has cut off begins again.
+
+        Raises OSError, KeyUnavailable."""
+        files = self._core.files
+        names = files.list(FOLDER)
+        for name in names:
+            stem, _, kind = name.partition(".")
+            if kind == "order" and f"{stem}.receipt" not in names:
+                self._orders[stem] = msgspec.json.decode(files.read(f"{FOLDER}/{name}"), type=Order)
+            elif kind != "receipt" and f"{stem}.receipt" in names and not self._core.read_only:
+                with contextlib.suppress(OSError):  # what was asked for is forgotten; tried again at the next opening
+                    files.unlink(f"{FOLDER}/{name}")
+        for order in self._orders.values():
+            known = f"{order.id}.keys" in names
+            begun = self._core.tenants.epoch(bytes.fromhex(order.tenant_id)) >= order.epoch > 0
+            if known or begun:
+                with contextlib.suppress(OSError, PerdureError):  # tried again
+                    self._begin(order, as_keys([files.read(f"{FOLDER}/{order.id}.keys")]) if known else None)
+
+    def go_on(self) -> None:
+        """The store is ready, or a hold has ended: begin what may, and do the rest."""
+        self._ready = True
+        self._start()
+
+    # --- beginning: what is unreadable at once
+    def _begin(self, order: Order, keys: KeyArray | None) -> None:
+        """Idempotent. Raises OSError, KeyUnavailable: it holds in this process all the same."""
+        core, tenant, keystore = self._core, bytes.fromhex(order.tenant_id), self._core.segments.keys
+        if keys is not None:
+            if order.id not in self._keys:
+                self._keys[order.id] = keys
+                core.tenants.bury(keys)
+            self._hide(keys)
+            core.files.write_once(f"{FOLDER}/{order.id}.keys", keys.tobytes())
+            self.end_sessions(order)
+        else:
+            old = [one.segment for one in core.table.all() if one.tenant == tenant]
+            passed = core.tenants.epoch(tenant) >= order.epoch
+            core.tenants.end_epoch(tenant, order.epoch, order.id)
+            if keystore is not None:
+                for epoch in range(order.epoch):
+                    keystore.destroy_tenant(key_domain(tenant, epoch))
+            if not passed:  # else segments of what came after are among them
+                core.presence.remove_segments(list(map(core.table.ordinal, old)))
+            self._withdraw(order)
+        self._begun.add(order.id)
+
+    def _withdraw(self, order: Order) -> None:
+        """From memory. What is not known to be another tenant's goes with it: it is read again."""
+        others = {
+            digest for digest, raw in self._core.control.items(KEYSPACES)
+            if msgspec.json.decode(raw)["tenant_id"] != order.tenant_id
+        }  # fmt: skip
+        withdraw(self._core.pool, lambda slot: slot.keyspace not in others)
+
+    def _hide(self, keys: KeyArray) -> None:
+        names = set(key_list(keys))
+        self._core.presence.remove(fingerprints(keys))
+        withdraw(self._core.pool, lambda slot: slot.key in names)
+
+    # --- the rest, behind serving
+    def _start(self) -> None:
+        with self._lock:
+            self._wake.set()
+            if self._ready and self._orders and (self._thread is None or not self._thread.is_alive()):
+                self._thread = threading.Thread(target=self._work, name="perdure-erase", daemon=True)
+                self._thread.start()
+
+    def _work(self) -> None:
+        wait_s = limits.background_retry_s
+        while not self._stop.is_set():
+            self._wake.clear()
+            failed = False
+            for order in list(self._orders.values()):
+                try:
+                    self._advance(order)
+                except (PerdureError, OSError) as error:
+                    failed, self.last_error = True, str(error)
+                    self._core.counters.add(erasure_errors=1)
+                if self._stop.is_set():
+                    return
+            with self._lock:
+                if not failed and not self._wake.is_set():
+                    self.last_error, self._thread = None, None
+                    return
+            self._wake.wait(wait_s)
+            wait_s = min(2 * wait_s, limits.recency_flush_s) if failed else limits.background_retry_s
+
+    def _advance(self, order: Order) -> None:
+        with self._lock, self._core.publications.beginning:
+            if order.id not in self._begun:
+                if self.why_waiting(order):
+                    return
+                keys = self._keys.get(order.id)
+                self._begin(order, self.resolve(order) if keys is None and order.kind != "tenant" else keys)
+        self._finish(order)
+
+    def _finish(self, order: Order) -> None:
+        core, tenant, told = self._core, bytes.fromhex(order.tenant_id), Shredded()
+        until = time.monotonic() + limits.erase_settle_s
+        while not core.tenants.settled():  # calls that began before it did
+            self._pause(until, "calls from before it are still running")
+        self._seal(tenant, order, until)
+        keys = self._keys.get(order.id)
+        for record in [one for one in core.table.all() if one.tenant == tenant]:
+            if self._stop.is_set():
+                return
+            done = self._give_up(record, order) if keys is None else self._rewrite(record, keys)
+            if done is not None:
+                told.add(done)
+        if keys is None:
+            self.end_sessions(order)
+            self._forget_spaces(order)
+            self._withdraw(order)
+        else:
+            core.index.remove(keys)
+            self._hide(keys)
+        wipe(core.pool, tenant)
+        core.scratch.wipe()
+        self._settle(order, told)
+
+    def _rewriting(self, record: SegmentRecord) -> bool:
+        """What is left in it is copied to another segment, not dropped."""
+        return any(one.tenant_id == record.tenant.hex() and one.kind != "tenant" for one in list(self._orders.values()))
+
+    def _pause(self, until: float, why: str) -> None:
+        if self._stop.wait(_SETTLE_S) or time.monotonic() > until:
+            raise OSError(f"{why}; tried again")
+
+    def _seal(self, tenant: bytes, order: Order, until: float) -> None:
+        """Segments that were being written reach their end. Raises OSError."""
+        core = self._core
+        flush_pending(core)
+        mine = [one for one in core.writer.open_segments() if one.kind[0] == tenant]
+        mine = [one for one in mine if not order.epoch or one.kind[1] < order.epoch]
+        for one in mine:
+            core.writer.retire(one)
+        while any(one.users for one in mine) or self._left_open(tenant):
+            self._pause(until, "segments are still being sealed")
+            flush_pending(core)
+            settle_unsealed(core)
+
+    def _left_open(self, tenant: bytes) -> bool:
+        """Whether segments of this process count as open that nothing is appended to: being sealed, or it failed."""
+        core = self._core
+        open_now = {one.segment for one in core.writer.open_segments()}
+        ours = [one for one in core.table.all() if one.tenant == tenant and one.owner == core.sharing.owner]
+        return any(_is_open(one) and one.segment not in open_now for one in ours)
+
+    def _give_up(self, record: SegmentRecord, order: Order) -> Shredded | None:
+        """A whole segment, unless it is of an epoch that stays."""
+        core = self._core
+        if _is_open(record) and record.owner == core.sharing.owner:
+            return None  # of an epoch that stays, for the others are sealed
+        entries = core.recovery.entries(record.segment)
+        if len(entries) and int(entries["record"]["tenant_epoch"].max()) >= order.epoch:
+            return None
+        return core.reclaimer.shred(record)
+
+    def _rewrite(self, record: SegmentRecord, keys: KeyArray) -> Shredded | None:
+        """A segment that has some of the blocks in it, or bytes that nobody can tell to be others."""
+        core, names = self._core, set(key_list(keys))
+
+        def doomed(those: KeyArray) -> Any:
+            return np.fromiter((key in names for key in key_list(those)), bool, len(those))
+
+        if _is_open(record) and record.owner == core.sharing.owner:
+            return None  # made after the blocks were buried
+        entries = core.recovery.entries(record.segment)
+        listed = int(record_bytes_array(entries["record"]["stored_bytes"]).sum()) if len(entries) else 0
+        whole = record.state is SegmentState.SEALED and listed == record.sealed_bytes
+        if whole and not doomed(entry_keys(entries)).any():
+            return None
+        if not whole and not core.recovery.is_gone(record.segment):
+            found, nbytes = core.recovery.scan(record.segment)
+            covered = int(record_bytes_array(found["record"]["stored_bytes"]).sum()) == nbytes
+            if covered and not doomed(entry_keys(found)).any() and record.state is SegmentState.SEALED:
+                return None
+        return core.reclaimer.rewrite(record, doomed)
+
+    def _forget_spaces(self, order: Order) -> None:
+        """What names the tenant's models, of the epochs that have passed."""
+        for digest, raw in self._core.control.items(KEYSPACES):
+            one = msgspec.json.decode(raw)
+            if one["tenant_id"] == order.tenant_id and one.get("epoch", 0) < order.epoch:
+                self._core.control.compare_and_set(KEYSPACES, digest, raw, None)
+
+    def _settle(self, order: Order, told: Shredded) -> None:
+        """Record it, sign it, and forget what was asked for."""
+        core, files = self._core, self._core.files
+        keys = self._keys.get(order.id)
+        line, proof = b"", ""
+        how = "keys destroyed" if order.keyed and told.keys == told.segments else "records removed"
+        if core.audit is not None:
+            counts = {"blocks": order.blocks, "segments": told.segments, "keys": told.keys, "copied": told.copied}
+            event = Event("erased", tenant=order.tenant, object=order.id, bytes=order.bytes, counts=counts, outcome=how)
+            event.detail = order.kind
+            core.audit.append(event, durable=True)
+            line, proof = receipts.proof_of(core.path, event.n)
+        statement = receipts.Statement(
+            order.id, order.kind, order.tenant, how, core.steady.now(), order.blocks, order.bytes, told.segments,
+            told.keys, told.copied,
+        )  # fmt: skip
+        made = receipts.make(core.path, core.identity.store, statement, line, proof)
+        files.write_once(f"{FOLDER}/{order.id}.receipt", msgspec.json.encode(made))
+        if keys is not None:
+            core.tenants.dig_up(keys)
+        for kind in ("order", "keys"):
+            with contextlib.suppress(FileNotFoundError):
+                files.unlink(f"{FOLDER}/{order.id}.{kind}")
+        with self._lock, self._done:
+            self._begun.discard(order.id)
+            self._orders.pop(order.id, None)
+            self._keys.pop(order.id, None)
+            self._done.notify_all()
+
+    def stop(self) -> None:
+        self._stop.set()
+        self._wake.set()
+        if self._thread is not None:
+            self._thread.join()
+
+
+def _is_open(record: SegmentRecord | None) -> bool:
+    return record is not None and record.state is SegmentState.OPEN
+
+
+def _checked(order: str) -> str:
+    if not (isinstance(order, str) and len(order) == 16 and all(one in "0123456789abcdef" for one in order)):
+        raise InvalidArgument(f"erasure {order!r}: an id has 16 hex digits")
+    return order
