@@ -557,7 +557,7 @@ def test_copying_cut_off_at_every_step(place: Place, kind: Any, lost: int) -> No
         for suffix in (".seg", ".idx"):
             for one in place.at.rglob(f"{'segments' if lost == 0 else 'mirrors'}/*/*{suffix}"):
                 one.unlink()
-        plan = NthFault(0, kind, once=False)
+        plan = NthFault(0, kind, once=False, ops=["pwritev", "write_once"] if kind == "torn" else None)
         place.plans = dict.fromkeys(range(3), plan)
         store = place.open()
         plan._n, plan.count = n, 0

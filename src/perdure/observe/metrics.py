@@ -61,7 +61,7 @@ COUNTERS: Final = {  # the same, for what only grows
     "perdure_background_errors": ("store.counters.keeper_errors", "background work that failed and is tried again"),
     "perdure_file_system_full": ("store.counters.file_system_full", "writes that met a full file system"),
     "perdure_recovered_segments": ("store.counters.segments_recovered", "segments left open by a killed process"),
-    "perdure_repaired_records": ("store.counters.mirror_records_repaired", "bad records made good from another root"),
+    "perdure_repaired_blocks": ("store.counters.mirror_records_repaired", "bad records made good from another root"),
     "perdure_mirrored_segments": ("store.counters.mirror_copies_made", "second copies made in the background"),
     "perdure_away_blocks": ("store.counters.blocks_away", "blocks asked for in a root that was away"),
     "perdure_quarantined_blocks": (
