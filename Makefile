@@ -18,7 +18,7 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 export HF_HUB_OFFLINE := 1
 
 .PHONY: help setup tools demo test lint format bench bench-peers bench-service bench-storm bench-policy bench-sessions
-.PHONY: bench-cluster demo-cluster cluster-up cluster-down setup-engines test-engines demo-vllm bench-engines
+.PHONY: bench-cluster demo-cluster demo-governance cluster-up cluster-down setup-engines test-engines demo-vllm bench-engines
 .PHONY: constraints constraints-vllm clean
 
 help:
@@ -33,6 +33,7 @@ help:
 	@echo 'make bench-policy hit rates and flash writes on replayed traces (PERDURE_TRACES=DIR for the public ones)'
 	@echo 'make bench-sessions  1 to 1,000 sessions on one service, beside an ideal queue'
 	@echo 'make bench-cluster  1 to 8 services on one directory and a Valkey Cluster'
+	@echo 'make demo-governance  two tenants: publish, hold, erase, a receipt that a stranger verifies (seconds)'
 	@echo 'make demo-vllm    two vLLM servers, one killed in mid-conversation; in an environment of its own (.venv-vllm)'
 	@echo 'make test-engines the tests that need vLLM; PYTEST_ARGS is passed on'
 	@echo 'make bench-engines  time to the first token through vLLM, from memory, disk and another node'
@@ -102,6 +103,9 @@ tools:
 
 demo: $(READY)
 	@$(VENV)/bin/perdure demo .demo
+
+demo-governance: $(READY)
+	@$(VENV)/bin/perdure demo-governance .demo-governance
 
 demo-cluster: $(READY) tools
 	@$(VENV)/bin/perdure demo-cluster .demo-cluster
@@ -176,5 +180,5 @@ constraints-vllm:
 	@git --no-pager diff --stat -- constraints-vllm.txt
 
 clean:
-	rm -rf '$(VENV)' '$(VLLM_VENV)' .demo .demo-vllm .demo-cluster .cluster .build build dist src/*.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf '$(VENV)' '$(VLLM_VENV)' .demo .demo-vllm .demo-cluster .demo-governance .cluster .build build dist src/*.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find src tests benchmarks -name __pycache__ -prune -exec rm -rf {} +

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 import perdure
-from perdure.demo import cluster_scenes, process, report, run, run_cluster
+from perdure.demo import cluster_scenes, governance_scenes, process, report, run, run_cluster, run_governance
 from perdure.demo.process import Child, DemoError, perform
 from perdure.demo.service import Service
 from perdure.engines import smollm
@@ -242,6 +242,26 @@ def test_what_a_killed_process_had_started_ends_with_it() -> None:
             assert select.select([grandchild], [], [], 60)[0]
         finally:
             os.close(grandchild)
+
+
+# --- governance
+def test_governance(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run_governance(tmp_path / "d") == 0, capsys.readouterr()
+    said = capsys.readouterr().out
+    assert "NO " not in said
+    assert "done keys destroyed" in said
+    assert said.count("yes  ") == 14
+    assert list((tmp_path / "d").iterdir()) == []
+
+
+def test_governance_that_does_not_hold_is_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(governance_scenes, "_STRANGER", "guide.md")  # verifies nothing
+    assert run_governance(tmp_path / "d", json=True) == 1
+    told = json.loads(capsys.readouterr().out)
+    wrong = [check for check, passed in told["checks"].items() if not passed]
+    assert wrong == ["a stranger with 20 lines and `cryptography` verifies it"]
 
 
 def test_bad_arguments_are_refused(tmp_path: Path) -> None:

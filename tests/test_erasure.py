@@ -224,7 +224,7 @@ def test_a_session_goes_with_its_blocks(tmp_path: Path, encryption: str) -> None
         assert space.find_session("b") is not None
         assert [statuses(space, keys) for keys in (one, two, three)] == [[MISSING] * 4, [FOUND] * 4, [FOUND] * 4]
         assert on_disk(store, one) == []
-        with pytest.raises(InvalidArgument, match="nothing of the session 'a'"):
+        with pytest.raises(InvalidArgument, match="nothing of this session"):
             store.erase(tenant="acme", session="a")
 
 
@@ -400,6 +400,33 @@ def test_racing_puts_and_reads_bring_nothing_back(tmp_path: Path, durability: st
         assert statuses(space, keys) == [MISSING] * 64
         assert store.core.table.all() == []
         assert on_disk(store, keys) == []
+
+
+@pytest.mark.parametrize("what", [{}, {"session": "a"}, {"subject": "user-7"}], ids=["tenant", "session", "subject"])
+def test_racing_handoffs_bring_nothing_back(tmp_path: Path, what: dict[str, str]) -> None:
+    with closing(opened(tmp_path / "s")) as store:
+        keys = fill(store, chains=1)[0]
+        space = data.keyspace(store)
+        begun = threading.Barrier(4)
+        assert space.session("a", subject="user-7").extend(keys)
+
+        def hand_over() -> None:
+            """As its workers do: no one opens it again."""
+            begun.wait()
+            while (session := space.find_session("a")) is not None:
+                space.adopt(session.handoff().token)
+
+        threads = [threading.Thread(target=hand_over) for _ in range(3)]
+        for thread in threads:
+            thread.start()
+        begun.wait()
+        told = store.erase(tenant="acme", **what)
+        for thread in threads:
+            thread.join(WAIT_S)
+        assert not any(thread.is_alive() for thread in threads)
+        assert store.core.erasures.wait(told["id"], WAIT_S)["state"] == "erased"
+        assert list(store.core.control.items("session")) == []
+        assert statuses(space, keys) == [MISSING] * 4
 
 
 def test_a_publish_that_comes_after_it_is_refused(tmp_path: Path) -> None:

@@ -235,7 +235,7 @@ def test_pieces_cover_a_record_once_and_in_order(sizes: list[tuple[int, bool]], 
         areas.append(Area(memory[at:end], nbytes))
         payload += [(at, at + nbytes)] * is_payload
         at = end
-    pieces = cut(areas)
+    pieces = cut(areas, limits.read_io_bytes_max)
     place = lambda view: address(view) - address(memory)  # noqa: E731
     spans = [(place(view), place(view) + view.nbytes) for piece in pieces for view in piece.buffers]
     assert spans[0][0] == 0

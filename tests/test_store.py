@@ -164,16 +164,17 @@ def test_another_tenant_is_not_even_named(reopen: Callable[..., Store]) -> None:
 
 
 @pytest.mark.parametrize("memory", [0, "8MiB"])
-@pytest.mark.parametrize("foreign", [{"tenant": "eve"}, {"model": "other"}])
-def test_foreign_keys_are_denied_and_do_no_harm(
-    reopen: Callable[..., Store], memory: Any, foreign: dict[str, str]
+@pytest.mark.parametrize("encryption", ["off", "on"])
+@pytest.mark.parametrize(("foreign", "status"), [({"tenant": "eve"}, DENIED), ({"model": "other"}, MISSING)])
+def test_foreign_keys_are_not_found_and_do_no_harm(
+    reopen: Callable[..., Store], memory: Any, encryption: str, foreign: dict[str, str], status: int
 ) -> None:
-    store = reopen(memory=memory)
+    store = reopen(memory=memory, encryption=encryption)
     owner, other = keyspace(store), keyspace(store, **foreign)
     keys = chain(owner, 1, 3)
     write(owner, keys)
     for _ in range(2):
-        assert read(other, keys) == [DENIED] * 3
+        assert read(other, keys) == [status] * 3
         assert read(owner, keys) == [FOUND] * 3
     assert store.status()["incidents"] == []
     assert "quarantined" not in store.status()["counters"]

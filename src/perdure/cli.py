@@ -320,6 +320,16 @@ def demo_cluster(directory: Path, as_json: bool) -> None:
     sys.exit(demonstration.run_cluster(directory, json=as_json))
 
 
+@main.command("demo-governance")
+@click.argument("directory", metavar="DIR", type=_DIRECTORY)
+@_JSON
+def demo_governance(directory: Path, as_json: bool) -> None:
+    """Two tenants: publish a prompt, hold a session, erase with a receipt that a stranger verifies."""
+    from perdure import demo as demonstration
+
+    sys.exit(demonstration.run_governance(directory, json=as_json))
+
+
 for _command in (
     *cli_service.COMMANDS,
     cli_sessions.sessions,
@@ -331,6 +341,9 @@ for _command in (
     cli_audit.audit,
     cli_keys.keys,
     cli_erase.erase,
+    cli_erase.hold,
+    cli_erase.unhold,
+    cli_erase.lifecycle,
     cli_cluster.cluster,
 ):
     main.add_command(_command)
@@ -407,6 +420,10 @@ def _status_rows(answer: dict[str, Any]) -> list[tuple[str, str]]:
         ("blocks", f"{answer['blocks']}" + (" (index is being rebuilt)" if answer["index_rebuilding"] else "")),
         ("segments", ", ".join(f"{one['count']} {name}" for name, one in segments.items() if one["count"]) or "none"),
     ]
+    if answer["cold"] is not None:
+        one = answer["cold"]
+        took = f"{_size(one['bytes'])} of {_size(one['capacity_bytes'])}"
+        rows.append(("cold tier", f"{one['segments']} segments, {took} in {one['url']}"))
     rows += [
         (f"tenant {name}", f"{one['blocks']} blocks, {_size(one['kv_bytes'])} of KV in {_size(one['stored_bytes'])}")
         for name, one in answer["tenants"].items()

@@ -32,6 +32,8 @@ _FLAGS = (  # option, metavar, help; the key is the option's name. Values are ch
     ("--policy", "DIR", "Principals, terms and rules; without it whoever connects may ask for any tenant."),
     ("--metrics", "HOST:PORT", "Address of /metrics, /healthz, /readyz; empty: off."),
     ("--mirror", "DIR", "Second directory, for retained blocks."),
+    ("--cold", "URL", "Bucket for what the disk has no room for: s3://BUCKET/PREFIX, off, drop; else as last time."),
+    ("--cold-capacity", "SIZE", "What objects there may take, for example 10TiB."),
     ("--codec", "MODE", "Lossless compression: auto, on, off."),
     ("--admission", "MODE", "Which blocks are stored: always, never, value (reuse against wear)."),
     ("--audit", "MODE", "Audit log: auto (as last time, at first off), off, on, reads (every read by message)."),

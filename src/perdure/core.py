@@ -281,7 +281,9 @@ class Core:
     index_lost: bool = False  # the block index is being rebuilt in the background
     audit: AuditLog | None = None
     sessions: Any = None  # session_heads.Sessions, which is built of this
+    cold: Any = None  # cold.Cold, likewise
     erasures: Any = None  # erasure.Erasures, likewise
+    holds: Any = None  # holds.Holds, likewise
     publications: Any = None  # publications.Publications, likewise
     copies: Copies | None = None  # of a store with several roots
 
@@ -333,6 +335,10 @@ class Core:
         self.presence.remove(fingerprints(key))
         self.pool.drop(key)
         self.counters.add(blocks_away=1)
+
+    def count_space(self) -> None:
+        for record in self.table.all():
+            self.space.settle(record.segment, self.space_of(record))
 
     def reserve_catalog_space(self) -> None:
         """Keep disk space for the catalogs that segments cannot take: making room on a full disk needs commits."""

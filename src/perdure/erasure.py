@@ -1,6 +1,7 @@
 """Erasing: a tenant, or blocks of one, so that nobody can read them again, and a signed receipt that says so.
 
     DIR/control/erasures/<id>.order     what was asked for, until it is done
+    DIR/control/erasures/<id>.survey    the same, of one that has waited, with what there was when it began
     DIR/control/erasures/<id>.keys      the blocks it concerns: from here on they are gone, and nothing stops it
     DIR/control/erasures/<id>.receipt   it is done
 
@@ -11,7 +12,7 @@ Contract
 - Blocks that share a segment with others: those are copied to a segment with a key of its own, and the old key and file
   destroyed. Every copy of the blocks counts, those in the garbage of a segment too.
 - Recorded before it begins, and when it is done; if that cannot be, nothing is erased (AuditUnavailable).
-- A hold beats it: then the order waits, and runs when the hold is released.
+- A hold beats it: then the order waits, and is carried out when the hold is taken off.
 - Never: a block that was not named; an order undone by a restart, a rebuild or a full disk.
 """
 
@@ -40,15 +41,14 @@ from perdure.publishing import flush_pending
 from perdure.segments.format import NO_CIPHER, record_bytes_array
 from perdure.segments.reclaim import Shredded
 from perdure.segments.recovery import entry_keys
-from perdure.tenants import KEYSPACES
+from perdure.tenants import KEYSPACES, cannot_be_read
 
 FOLDER: Final = "control/erasures"
 _SETTLE_S: Final = 0.02
 
 
 class Order(msgspec.Struct, omit_defaults=True):
-    """kind: "tenant", "session", "subject" or "block". target: name of the session or subject; forgotten at the end.
-    epoch: of a tenant, the first one that stays."""
+    """As `selection.About`; forgotten at the end. epoch: of a tenant, the first one that stays."""
 
     id: str
     kind: str
@@ -57,11 +57,13 @@ class Order(msgspec.Struct, omit_defaults=True):
     at_s: float
     who: str = ""
     target: str = ""
+    subject: str = ""
     keys: list[str] = []
     epoch: int = 0
     blocks: int = 0  # what there was when it was ordered
     bytes: int = 0
     keyed: bool = False  # all of it was encrypted
+    waited: bool = False  # for a hold: what there is of it is looked up when it begins
 
 
 class Erasures:
@@ -70,7 +72,7 @@ class Erasures:
     def __init__(self, core: Core, resolve: Callable[[Order], KeyArray], end_sessions: Callable[[Order], None]):
         """resolve: the blocks that an order is about. end_sessions: those that it is about are over."""
         self._core = core
-        self._lock = threading.RLock()  # of what begins
+        self._lock = self.beginning = threading.RLock()  # nothing begins while somebody else holds it
         self._orders: dict[str, Order] = {}
         self._keys: dict[str, KeyArray] = {}  # of those that have begun, but for tenants
         self._begun: set[str] = set()
@@ -84,7 +86,9 @@ class Erasures:
         core.reclaimer.spared = self._rewriting
 
     # --- asking
-    def erase(self, kind: str, tenant: str, *, target: str = "", keys: Iterable[bytes] = ()) -> dict[str, Any]:
+    def erase(
+        self, kind: str, tenant: str, *, target: str = "", subject: str = "", keys: Iterable[bytes] = ()
+    ) -> dict[str, Any]:
         """Returns the order's state, see `state_of`. Raises InvalidArgument, AuditUnavailable, CatalogError, OSError,
         KeyUnavailable; after the last two it goes on by itself."""
         core, audit = self._core, self._core.audit
@@ -98,15 +102,18 @@ class Erasures:
                 )
             tenant_id = core.tenants.id_of(tenant)
             order = Order(
-                secrets.token_hex(8), kind, tenant, tenant_id.hex(), core.steady.now(), target=target,
+                secrets.token_hex(8), kind, tenant, tenant_id.hex(), core.steady.now(), target=target, subject=subject,
                 keys=[key.hex() for key in keys],
                 epoch=core.tenants.epoch(tenant_id) + 1 if kind == "tenant" else 0,
             )  # fmt: skip
             held = self.held(order)
             found = None if held or kind == "tenant" else self.resolve(order)  # before anything says that it is erased
             if found is not None and not len(found):
-                raise InvalidArgument(f"erase: {tenant!r} has nothing of the {kind} {target!r}; nothing was erased")
-            self._survey(order, found)
+                raise InvalidArgument(f"erase: {tenant!r} has nothing of this {kind}; nothing was erased")
+            if held:
+                order.waited = True
+            else:
+                self._survey(order, found)
             if audit is not None:
                 audit.guard()
                 event = Event("erase", tenant=tenant, object=order.id, outcome="held" if held else "", detail=kind)
@@ -171,26 +178,40 @@ class Erasures:
     def load(self) -> None:
         """Before anything is served: what was begun is gone, and what a crash has cut off begins again.
 
-        Raises OSError, KeyUnavailable."""
-        files = self._core.files
-        names = files.list(FOLDER)
-        for name in names:
-            stem, _, kind = name.partition(".")
-            if kind == "order" and f"{stem}.receipt" not in names:
-                self._orders[stem] = msgspec.json.decode(files.read(f"{FOLDER}/{name}"), type=Order)
-            elif kind != "receipt" and f"{stem}.receipt" in names and not self._core.read_only:
-                with contextlib.suppress(OSError):  # what was asked for is forgotten; tried again at the next opening
-                    files.unlink(f"{FOLDER}/{name}")
+        Raises StorePathError."""
+        try:
+            names = self._load_orders()
+        except OSError as error:
+            raise cannot_be_read(self._core.path, FOLDER, error) from error
         for order in self._orders.values():
             known = f"{order.id}.keys" in names
             begun = self._core.tenants.epoch(bytes.fromhex(order.tenant_id)) >= order.epoch > 0
             if known or begun:
                 with contextlib.suppress(OSError, PerdureError):  # tried again
-                    self._begin(order, as_keys([files.read(f"{FOLDER}/{order.id}.keys")]) if known else None)
+                    keys = self._core.files.read(f"{FOLDER}/{order.id}.keys") if known else b""
+                    self._begin(order, as_keys([keys]) if known else None)
+
+    def _load_orders(self) -> list[str]:
+        """The names in the folder."""
+        files = self._core.files
+        names = files.list(FOLDER)
+        for name in names:
+            stem, _, kind = name.partition(".")
+            if kind == "order" and f"{stem}.receipt" not in names:
+                newest = f"{stem}.survey" if f"{stem}.survey" in names else name
+                self._orders[stem] = msgspec.json.decode(files.read(f"{FOLDER}/{newest}"), type=Order)
+            elif kind != "receipt" and f"{stem}.receipt" in names and not self._core.read_only:
+                with contextlib.suppress(OSError):  # what was asked for is forgotten; tried again at the next opening
+                    files.unlink(f"{FOLDER}/{name}")
+        return names
 
     def go_on(self) -> None:
-        """The store is ready, or a hold has ended: begin what may, and do the rest."""
+        """The store is ready: begin what may, and do the rest."""
         self._ready = True
+        self._start()
+
+    def look_again(self) -> None:
+        """What an order has waited for has ended."""
         self._start()
 
     # --- beginning: what is unreadable at once
@@ -263,7 +284,12 @@ class Erasures:
                 if self.why_waiting(order):
                     return
                 keys = self._keys.get(order.id)
-                self._begin(order, self.resolve(order) if keys is None and order.kind != "tenant" else keys)
+                if keys is None and order.kind != "tenant":
+                    keys = self.resolve(order)
+                if order.waited:
+                    self._survey(order, keys)
+                    self._core.files.write_once(f"{FOLDER}/{order.id}.survey", msgspec.json.encode(order))
+                self._begin(order, keys)
         self._finish(order)
 
     def _finish(self, order: Order) -> None:
@@ -271,6 +297,8 @@ class Erasures:
         until = time.monotonic() + limits.erase_settle_s
         while not core.tenants.settled():  # calls that began before it did
             self._pause(until, "calls from before it are still running")
+        if core.cold is not None and not core.cold.promoter.forget(tenant, limits.erase_settle_s):
+            raise OSError("blocks are on their way from the object store to the disk; tried again")
         self._seal(tenant, order, until)
         keys = self._keys.get(order.id)
         for record in [one for one in core.table.all() if one.tenant == tenant]:
@@ -376,7 +404,7 @@ class Erasures:
         files.write_once(f"{FOLDER}/{order.id}.receipt", msgspec.json.encode(made))
         if keys is not None:
             core.tenants.dig_up(keys)
-        for kind in ("order", "keys"):
+        for kind in ("order", "survey", "keys"):
             with contextlib.suppress(FileNotFoundError):
                 files.unlink(f"{FOLDER}/{order.id}.{kind}")
         with self._lock, self._done:

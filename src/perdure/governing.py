@@ -6,23 +6,21 @@ field, because they come from other processes as they come from this one.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
-import numpy as np
-
-from perdure import limits, session_admin
-from perdure.catalog.api import KeyArray, as_keys
+from perdure import lifecycle, limits, session_admin
+from perdure.catalog.api import as_keys
 from perdure.core import Core
 from perdure.erasure import Erasures, Order
-from perdure.errors import InvalidArgument, ReadOnlyStore
+from perdure.errors import CatalogError, InvalidArgument, ReadOnlyStore
 from perdure.governance.keystore import rotate
 from perdure.governance.verbs import GovernanceVerbs
-from perdure.inspect import keyspaces
-from perdure.manifest import ManifestMissing
-from perdure.session_form import Fields, Head, decode_head, subject_id
+from perdure.holds import Holds
+from perdure.selection import blocks_of, sessions_of
+from perdure.session_form import Fields, subject_id
 from perdure.session_heads import NAMESPACE
 
 
@@ -55,40 +53,67 @@ class Governing(GovernanceVerbs):
         return session_admin.administer(self._core, verb, fields)
 
 
-READING: Final = ("erasure",)
-GOVERNING: Final = {"erase": "erase"}
+_ATTEMPTS_MAX: Final = 100
+READING: Final = ("erasure", "lifecycle")
+GOVERNING: Final = {"erase": "erase", "hold": "hold", "unhold": "hold", "lifecycle": "hold"}
 """Verbs about a tenant, and what policy calls them."""
 
 
 def administer(core: Core, verb: str, fields: Fields) -> Fields:
-    """verb: "erase" {"tenant", and at most one of "session", "subject", "blocks"}; "erasure" {"id"}.
+    """verb: "erase" {"tenant", and at most one of "session", "subject", "blocks"}; "erasure" {"id"}; "hold" as "erase",
+    with {"reason"}; "unhold" {"tenant", "id"}; "lifecycle" {"tenant"}, or of all.
 
     Raises InvalidArgument, AuditUnavailable, CatalogError, OSError."""
+    told: Fields
     if verb == "erase":
-        return _erase(core, fields)
-    if verb == "erasure":
-        told: Fields = core.erasures.state_of(fields.get("id"))
-        return told
-    raise InvalidArgument(f"govern: {verb!r} must be erase or erasure")
-
-
-def _erase(core: Core, fields: Fields) -> Fields:
-    named = [one for one in ("session", "subject", "blocks") if fields.get(one) is not None]
-    if len(named) > 1:
-        raise InvalidArgument(f"erase: {' and '.join(named)} at a time; one erasure is about one thing")
-    tenant = _text(fields, "tenant")
-    if not named:
-        told: Fields = core.erasures.erase("tenant", tenant)
-    elif named == ["blocks"]:
-        told = core.erasures.erase("block", tenant, keys=_keys(fields["blocks"]))
+        told = core.erasures.erase(_kind(verb, fields), _text(fields, "tenant"), **_named(core, fields))
+    elif verb == "erasure":
+        told = core.erasures.state_of(fields.get("id"))
+    elif verb == "hold":
+        told = _hold(core, fields)
+    elif verb == "unhold":
+        told = core.holds.release(_text(fields, "tenant"), _text(fields, "id"))
+        core.erasures.look_again()
+    elif verb == "lifecycle":
+        told = lifecycle.told(core, None if fields.get("tenant") is None else _text(fields, "tenant"))
     else:
-        told = core.erasures.erase(named[0], tenant, target=_text(fields, named[0]))
+        raise InvalidArgument(f"govern: {verb!r} must be erase, erasure, hold, unhold or lifecycle")
     return told
 
 
+def _kind(verb: str, fields: Fields) -> str:
+    """What a verb is about."""
+    named = [one for one in ("session", "subject", "blocks") if fields.get(one) is not None]
+    if len(named) > 1:
+        raise InvalidArgument(f"{verb}: {' and '.join(named)} at a time; one {verb} is about one thing")
+    return "tenant" if not named else "block" if named == ["blocks"] else named[0]
+
+
+def _named(core: Core, fields: Fields) -> dict[str, Any]:
+    """A session by its name, a subject by its id, blocks by their keys."""
+    if fields.get("session") is not None:
+        return {"target": _text(fields, "session")}
+    if fields.get("subject") is not None:
+        secret, _ = core.tenants.secret(_text(fields, "tenant"))
+        return {"subject": subject_id(secret, _text(fields, "subject")).hex()}
+    return {} if fields.get("blocks") is None else {"keys": _keys(fields["blocks"])}
+
+
+def _hold(core: Core, fields: Fields) -> Fields:
+    tenant, kind, reason = _text(fields, "tenant"), _kind("hold", fields), _text(fields, "reason")
+    with core.erasures.beginning:  # an erasure sees it, or has begun before
+        told: Fields = core.holds.place(kind, tenant, **_named(core, fields), reason=reason)
+    begun = [one["id"] for one in core.erasures.waiting() if one["tenant"] == tenant and one["state"] != "held"]
+    return told | {"erasing": begun}
+
+
 def serve(core: Core) -> Erasures:
-    """The erasures of a store, which know its sessions."""
-    return Erasures(core, partial(_blocks_of, core), partial(_end_sessions, core))
+    """The erasures of a store, which know its sessions and what is on hold."""
+    core.holds = Holds(core)
+    core.reclaimer.frozen, core.reclaimer.held = core.holds.tenants, core.holds.prints
+    made = Erasures(core, partial(blocks_of, core), partial(_end_sessions, core))
+    made.held = core.holds.why
+    return made
 
 
 def is_retained(core: Core, fields: Fields, promised_s: float) -> bool:
@@ -108,43 +133,16 @@ def is_retained(core: Core, fields: Fields, promised_s: float) -> bool:
     return False
 
 
-def _sessions_of(core: Core, order: Order) -> Iterator[tuple[bytes, bytes, Head]]:
-    """(key, value, head) of the sessions that an order is about."""
-    tenant_id = bytes.fromhex(order.tenant_id)
-    subject = subject_id(core.tenants.secret(order.tenant)[0], order.target) if order.kind == "subject" else b""
-    known = keyspaces(core) if order.kind == "tenant" else {}
-    for key, raw in core.control.items(NAMESPACE, tenant_id):
-        if key[: limits.id_bytes] != tenant_id:
-            return
-        head = decode_head(raw)
-        if (
-            (order.kind == "session" and head.name == order.target)
-            or (order.kind == "subject" and head.subject == subject)
-            or (order.kind == "tenant" and known.get(head.keyspace, {}).get("epoch", 0) < order.epoch)
-        ):
-            yield key, raw, head
-
-
-def _blocks_of(core: Core, order: Order) -> KeyArray:
-    """The blocks that an order is about. Raises InvalidArgument if that is not known (any more)."""
-    if order.kind == "block":
-        return as_keys(bytes.fromhex(key) for key in order.keys)
-    found: list[KeyArray] = [np.zeros((0, limits.key_bytes), np.uint8)]
-    for _, _, head in _sessions_of(core, order):
-        try:
-            found.append(core.sessions.manifests.keys(order.tenant, head.root, head.blocks, 0, head.blocks))
-        except ManifestMissing as error:
-            raise InvalidArgument(
-                f"erase: which blocks session {head.name!r} consists of is not known any more ({error}); "
-                "erase them by their keys, or the tenant"
-            ) from None
-    return np.unique(np.concatenate(found), axis=0)
-
-
 def _end_sessions(core: Core, order: Order) -> None:
-    for key, raw, _ in list(_sessions_of(core, order)):
-        core.control.compare_and_set(NAMESPACE, key, raw, None)
-        core.sessions.unpin(key)
+    """Raises CatalogError: it is tried again."""
+    for _ in range(_ATTEMPTS_MAX):
+        left = False
+        for key, raw, _head in list(sessions_of(core, order, before_epoch=order.epoch)):
+            left |= not core.control.compare_and_set(NAMESPACE, key, raw, None)  # or its worker was faster
+            core.sessions.unpin(key)
+        if not left:
+            return
+    raise CatalogError("erase: sessions are changed faster than they can be ended; tried again")
 
 
 def _text(fields: Fields, name: str) -> str:

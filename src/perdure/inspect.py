@@ -69,7 +69,7 @@ def status(core: Core) -> dict[str, Any]:
         "index_rebuilding": core.index_lost,
         "segments": {
             state.name.lower(): {
-                "count": sum(record.state is state for record in segments),
+                "count": sum(record.state is state and not record.cold for record in segments),
                 "bytes": sum(record.allocated_bytes for record in segments if record.state is state),
             }
             for state in SegmentState
@@ -107,6 +107,7 @@ def status(core: Core) -> dict[str, Any]:
             name: getattr(core.reclaimer.counters, name)
             for name in ("segments_dropped", "blocks_evicted", "blocks_copied", "bytes_copied")
         },
+        "cold": None if core.cold is None else core.cold.status(),
         "counters": core.counters.snapshot(),
         "incidents": core.incidents.all()[-10:],
     }  # fmt: skip
@@ -118,7 +119,7 @@ def verify(core: Core, progress: Callable[[int, int], None] | None = None) -> di
     progress: called with (bytes read, bytes in all). Returns counts, and one entry per block that does not verify."""
     started = time.monotonic()
     records = core.table.all()
-    total = sum(record.allocated_bytes for record in records)
+    total = sum(record.allocated_bytes or record.sealed_bytes for record in records)
     checked = nbytes = stale = 0
     bad: list[dict[str, Any]] = []
     unreadable: list[dict[str, str]] = []
@@ -199,7 +200,10 @@ def explain(core: Core, key: bytes) -> dict[str, Any]:
     }  # fmt: skip
     owner = core.table.get(segment)
     answer["segment_state"] = owner.state.name.lower() if owner is not None else "gone"
-    answer["file"] = f"segments/{segment.hex()[-2:]}/{segment.hex()}.seg"
+    if owner is not None and owner.cold and core.cold is not None:
+        answer["file"] = f"{core.cold.tier.objects.where}/{core.cold.tier.name(segment)}"
+    else:
+        answer["file"] = f"segments/{segment.hex()[-2:]}/{segment.hex()}.seg"
     problem, keyspace = _look(core, key, records)
     spaces = keyspaces(core)
     if keyspace in spaces:

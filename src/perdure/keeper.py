@@ -48,6 +48,8 @@ class Keeper:
             self._threads.append(threading.Thread(target=self._tend, name="perdure-roots", daemon=True))
 
     def start(self) -> None:
+        if self._core.cold is not None:
+            self._threads.append(threading.Thread(target=self._run_cold, name="perdure-cold", daemon=True))
         for thread in self._threads:
             thread.start()
 
@@ -116,6 +118,10 @@ class Keeper:
             expires_s=np.ascontiguousarray(there["expires_s"]),
             only_absent=True,
         )
+
+    def _run_cold(self) -> None:
+        while not self._stop.wait(limits.cold_check_s):
+            self.attempt(self.demote)
 
     def attempt(self, task: Callable[[], None]) -> bool:
         """Do something that may be tried again later; False, counted and shown, if it failed."""
@@ -224,12 +230,22 @@ class Keeper:
         core = self._core
         for task in (
             core.reserve_catalog_space, self.save_recency, core.pins.expire, core.leases.expire, self.seal_idle,
-            self.settle_unsealed, self.sweep, core.sessions.sweep, self.renew_keys,
+            self.settle_unsealed, self.sweep, core.sessions.sweep, self.renew_keys, self.collect_cold,
         ):  # fmt: skip
             self.attempt(task)
 
     def seal_idle(self) -> None:
         self._core.writer.seal_idle(self._core.clock.monotonic() - limits.segment_idle_seal_s)
+
+    def demote(self) -> None:
+        """Move what is coldest to the cold tier, where the disk is nearly full."""
+        core = self._core
+        if core.filled.is_set() and not core.steady.paused:
+            core.cold.demote(self._stop.is_set)
+
+    def collect_cold(self) -> None:
+        if self._core.cold is not None and self._core.filled.is_set():
+            self._core.cold.collect()
 
     def renew_keys(self) -> None:
         if self._core.segments.keys is not None:

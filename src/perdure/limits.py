@@ -178,6 +178,22 @@ segment_idle_seal_s: Final = 300.0
 kept_back_ratio: Final = 0.01  # of the capacity, and one segment at least: room to seal, copy forward and delete in
 segments_per_capacity_min: Final = 16  # a small store gets small segments, so that reclaim has a choice
 
+# --- cold tier (object store) ---------------------------------------------------------------------------------
+object_call_s: Final = 10.0  # a ranged read, a deletion; then the store counts as not reachable
+object_connect_s: Final = 2.0
+object_upload_s: Final = 300.0  # of a whole segment
+object_retries_max: Final = 1
+object_threads: Final = 16  # ranged reads under way at one time
+object_retry_s_min: Final = 0.25  # a store that failed is left alone so long, then twice as long each time
+object_retry_s_max: Final = 5.0
+cold_read_bytes_max: Final = 8 * MIB  # records of a segment are merged up to this, larger ones are cut into such pieces
+cold_gap_bytes_max: Final = 256 * KIB  # so far apart they are still one request: that costs less than a second one
+cold_ahead_ratio: Final = 0.1  # of the disk's capacity is made free ahead of the writes that will need it
+cold_worth_ratio_min: Final = 0.25  # a segment of which less is live and not released is dropped, not stored again
+cold_ttl_s_min: Final = 600.0  # what expires sooner is not worth an upload
+cold_check_s: Final = 1.0
+promotion_bytes_max: Final = 64 * MIB  # read from the object store and not yet written back to the disk
+
 # --- health ---------------------------------------------------------------------------------------------------
 corrupt_window_s: Final = 60.0
 corrupt_removals_per_window_max: Final = 32
@@ -207,6 +223,7 @@ erase_settle_s: Final = 30.0  # calls that began before an erasure are waited fo
 # --- governance -----------------------------------------------------------------------------------------------
 policy_file_bytes_max: Final = 1 * MIB
 policy_rules_entries_max: Final = 1000
+holds_entries_max: Final = 1000
 publications_entries_max: Final = 128  # of one store; a list of them fits a message
 publication_readers_entries_max: Final = 64  # tenants named by one; or all
 share_weight_ratio_max: Final = 1000

@@ -1,4 +1,5 @@
-"""What a store remembers from one opening to the next: its capacity, its writer, whether its block index is whole."""
+"""What a store remembers from one opening to the next: its capacity, its writer, its cold tier, whether its block index
+is whole; and its roots."""
 
 from __future__ import annotations
 
@@ -76,6 +77,8 @@ def record_settings(core: Core, settings: dict[str, Any]) -> None:
     settings = settings | {"capacity": core.space.capacity, "audit": "reads" if audit.every_read else "on"}
     if core.segments.keys is not None:
         settings["encryption"] = core.segments.keys.mode
+    if core.cold is not None:
+        settings["cold"] = core.cold.tier.objects.where
     key = _SETTINGS_KEY + audit.label
     kept = core.control.get(STORE_NAMESPACE, key)
     before = json.loads(kept) if kept else {}

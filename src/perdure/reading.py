@@ -202,6 +202,7 @@ def from_disk(
         finally:
             core.tenants.end(turn)
         report.statuses[chosen] = plan.statuses
+        report.from_cold += sum(int(plan.statuses[place]) == _FOUND for place in plan.far)
         report._settled = plan.unsettled() or report._settled  # noqa: SLF001 (the report is ours)
         if not plan.problems:
             return
@@ -223,6 +224,7 @@ def perform(core: Core, plan: Plan, sizes: list[int]) -> None:
         core.reader.read(plan)
         found = np.flatnonzero(plan.statuses == _FOUND).tolist()
     finally:
+        found = [] if plan.far else found  # the disk's rate is not the object store's
         rates.read(total, total if len(found) == len(sizes) else sum(sizes[place] for place in found))
 
 
@@ -357,7 +359,8 @@ def _count(core: Core, report: ReadReport, found: int, count: int) -> None:
     amounts = {
         "reads": 1,
         "blocks_found_memory": report.from_memory,
-        "blocks_found_disk": found - report.from_memory,
+        "blocks_found_disk": found - report.from_memory - report.from_cold,
+        "blocks_found_cold": report.from_cold,
         "bytes_read": report.bytes,
     }
     if found != count:

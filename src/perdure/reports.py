@@ -28,8 +28,9 @@ class ReadReport:
     """Outcome of a read.
 
     statuses: BlockStatus per block, uint8 (n,). usable: leading FOUND blocks, what may be attended to. bytes: KV bytes
-    delivered (all FOUND blocks); from_memory: how many blocks came from the DRAM tier. problems: position -> what did
-    not verify. A block that is not FOUND: its memory holds nothing of meaning.
+    delivered (all FOUND blocks); from_memory: how many blocks came from the DRAM tier; from_cold: from the object
+    store (0 where a service has it open). problems: position -> what did not verify. A block that is not FOUND: its
+    memory holds nothing of meaning.
 
     With `direct=True` a LATE block's memory may still be written by the device: it must not be reused before
     `wait_settled()` returns True. Without `direct` that cannot happen.
@@ -40,6 +41,7 @@ class ReadReport:
     bytes: int
     seconds: float
     from_memory: int = 0
+    from_cold: int = 0
     problems: dict[int, str] = field(default_factory=dict)
     _settled: threading.Event | None = None
     _settlers: list[Callable[[float | None], bool]] = field(default_factory=list)

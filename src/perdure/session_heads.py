@@ -126,14 +126,14 @@ class Sessions:
     def _open(self, scope: Scope, f: Fields) -> Fields:
         name = form.text(f, "name")
         key, now = self._key(scope, name), self._now()
-        head, _ = self._get(key)
+        head, raw = self._get(key)
         if head is None:
             if not f.get("create"):
                 raise _Stop(MISSING, f"there is no session {name!r}")
+            self._check_held(key, raw)
             ttl_s, clipped = form.ttl(f, "ttl_s", limits.session_ttl_s_default)
             head = Head(1, name, scope.keyspace, now, now, now + ttl_s, ttl_s, events=[(now, "opened", 0)])
             head.subject = form.subject(f, self._core.tenants.secret(scope.tenant)[0])
-            raw = self._core.control.get(NAMESPACE, key)  # of one that is over
             if not self._core.control.compare_and_set(NAMESPACE, key, raw, form.encode_head(head)):
                 head, _ = self._get(key)
                 if head is None:
@@ -210,10 +210,9 @@ class Sessions:
         )  # fmt: skip
         if point < parent.blocks:
             child.root = self.manifests.cut(scope.tenant, parent.root, parent.blocks, point, _PAGE_LIVES * parent.ttl_s)
-        raw = self._core.control.get(NAMESPACE, new)
-        if self._get(new)[0] is not None or not self._core.control.compare_and_set(
-            NAMESPACE, new, raw, form.encode_head(child)
-        ):
+        found, raw = self._get(new)
+        self._check_held(new, raw)
+        if found is not None or not self._core.control.compare_and_set(NAMESPACE, new, raw, form.encode_head(child)):
             raise _Stop(REJECTED, f"there is a session {name!r} already")
         return self._told(child)
 
@@ -383,9 +382,16 @@ class Sessions:
             "shared": head.shared,
         }  # fmt: skip
 
+    def _check_held(self, key: bytes, raw: bytes | None) -> None:
+        """Before a head is given up, of a session that is over too."""
+        hold = "" if raw is None else self._core.holds.covers(key[: limits.id_bytes], form.decode_head(raw))
+        if hold:
+            raise _Stop(REJECTED, f"the session is on hold ({hold}): it stays as it is; choose another name")
+
     def _end(self, scope: Scope, head: Head) -> None:
         key = self._key(scope, head.name)
         raw = self._core.control.get(NAMESPACE, key)
+        self._check_held(key, raw)
         if not self._core.control.compare_and_set(NAMESPACE, key, raw, None):
             raise _Stop(REJECTED, f"others change session {head.name!r} at the same time; try again")
         self.unpin(key)
@@ -425,7 +431,8 @@ class Sessions:
         """Remove the heads of sessions that are over; pins that are over are forgotten."""
         now = self._core.expiry_now()
         for key, raw in self._core.control.items(NAMESPACE) if now else ():
-            if 0 < form.decode_head(raw).expires_s <= now:
+            head = form.decode_head(raw)
+            if 0 < head.expires_s <= now and not self._core.holds.covers(key[: limits.id_bytes], head):
                 self._core.control.compare_and_set(NAMESPACE, key, raw, None)
                 self.unpin(key)
 

@@ -309,6 +309,8 @@ class Among:
         for record in other:
             if record.state is SegmentState.DRAINING:
                 core.presence.remove_segment(self._table.ordinal(record.segment))
+            elif record.cold:
+                core.segments.forget(record.segment)
         for record in self._table.all():
             growing = record.state is SegmentState.OPEN and record.owner != self.owner
             if growing or record in other:

@@ -26,6 +26,7 @@ from typing import Any
 
 from numpy.typing import ArrayLike
 
+from perdure import cold as cold_tier
 from perdure import directory, inspect, limits, session_admin
 from perdure.admission import Admission, Admissions, check
 from perdure.catalog.api import BlockIndex, ControlStore
@@ -40,6 +41,7 @@ from perdure.io.aio import default_engine
 from perdure.io.api import Engine, Files
 from perdure.io.files import PosixFiles
 from perdure.io.memory import Scratch
+from perdure.io.objects import Objects, ObstoreObjects
 from perdure.io.root_files import NotingEngine
 from perdure.io.roots import Roots
 from perdure.keeper import CLOCK_KEY, Keeper
@@ -63,6 +65,7 @@ from perdure.publishing import flush_pending
 from perdure.rates import Rates
 from perdure.roots import namespaces, total_bytes
 from perdure.segments.health import Health
+from perdure.segments.moving import Mover
 from perdure.segments.reader import SegmentReader
 from perdure.segments.reclaim import Reclaimer
 from perdure.segments.recovery import Recovery
@@ -78,7 +81,7 @@ _INDEX_BYTES_PER_PAGE = 0.1  # address space for the index: capacity in pages ti
 _FILL_WAIT_S = 30.0
 _OPTIONS = (
     "capacity", "memory", "read_only", "mirror", "roots", "admission", "codec", "catalog", "state",
-    "audit", "encryption", "kek", "seams",
+    "audit", "encryption", "kek", "cold", "cold_capacity", "seams",
 )  # fmt: skip
 
 
@@ -92,6 +95,7 @@ class Seams:
     index: Callable[[BlockIndex], BlockIndex] = lambda index: index
     control: Callable[[ControlStore], ControlStore] = lambda control: control
     pool: Callable[[int], DramPool] = DramPool
+    objects: Callable[[str], Objects] = ObstoreObjects
 
 
 class Store(Governing, Publishing):
@@ -114,9 +118,12 @@ class Store(Governing, Publishing):
         encryption: str = "auto",
         kek: str = "",
         roots: Sequence[str | os.PathLike[str]] | None = None,
+        cold: str | None = None,
+        cold_capacity: int | str | None = None,
         drop_index: bool = False,
     ):
         self.path = Path(path)
+        self._cold = cold, cold_capacity
         self._codec = codec
         self._open_keys = partial(open_keystore, encryption=encryption, kek=kek)
         self._closed: str | None = None
@@ -134,9 +141,8 @@ class Store(Governing, Publishing):
                 except StorePathError:
                     raise
                 except OSError as error:
-                    raise StorePathError(
-                        f"{self.path}: cannot be written ({error}); check owner, mode, mount"
-                    ) from error
+                    why = f"{self.path}: cannot be written ({error}); check owner, mode, mount"
+                    raise StorePathError(why) from error
                 undo.callback(self._lock.close)
             self._catalogs = open_catalogs(catalog, self.path, identity, read_only=read_only)
             undo.callback(self._catalogs.close)
@@ -145,20 +151,18 @@ class Store(Governing, Publishing):
             self._core = self._assemble(identity, capacity, memory_bytes, read_only, places, seams, drop_index, undo)
             self._catalogs.watch(self._core.waiters)
             if not read_only:
-                self._core.audit = open_log(
-                    place, identity.store, self._core.root_secret, seams.clock.wall, audit,
-                    one_of_many=self._catalogs.shared,
-                )  # fmt: skip
+                self._core.audit = open_log(place, identity.store, self._core.root_secret, seams.clock.wall, audit,
+                                            one_of_many=self._catalogs.shared)  # fmt: skip
             if self._core.audit is not None:
                 undo.callback(self._core.audit.close)
                 record_settings(self._core, {"mirror": mirror and str(mirror), "kek": kek, "catalog": kind_of(catalog)})
+            self._prefetcher = Prefetcher(self._core)
+            self._core.sessions = Sessions(self._core, self._check, self._prefetcher)
+            self._core.publications = Publications(self._core, self._check)
+            self._admissions = Admissions(admission, self._core.clock.boottime, self._core.kept_s)
+            self._core.erasures = serve(self._core)
+            self._core.erasures.load()
             undo.pop_all()
-        self._prefetcher = Prefetcher(self._core)
-        self._core.sessions = Sessions(self._core, self._check, self._prefetcher)
-        self._core.publications = Publications(self._core, self._check)
-        self._admissions = Admissions(admission, self._core.clock.boottime, self._core.kept_s)
-        self._core.erasures = serve(self._core)
-        self._core.erasures.load()
         self._keeper = Keeper(self._core)
         if not read_only:
             self._keeper.start()
@@ -190,6 +194,7 @@ class Store(Governing, Publishing):
         if not read_only and not shared:
             take_over(control, sharing.owner)
         places, roots = place()
+        cold = cold_tier.choice_of(control, table, *self._cold, read_only)
         keys = self._open_keys(path, secret, read_only)
         segments = SegmentStore(places, secret, keys)
         if not read_only and not shared:
@@ -197,7 +202,7 @@ class Store(Governing, Publishing):
             keys.tidy(lambda segment: table.get(segment) is not None or segments.exists(segment))
         undo.callback(segments.close)
         tenants = Tenants(places[0], keys, control, secret, read_only=read_only)
-        engine, scratch, pool = seams.engine(), Scratch(), seams.pool(memory_bytes)
+        engine, scratch, pool = cold_tier.engine_for(cold, seams.engine()), Scratch(), seams.pool(memory_bytes)
         engine = engine if roots is None else NotingEngine(engine)
         undo.callback(engine.close)
         undo.callback(pool.close)
@@ -211,9 +216,9 @@ class Store(Governing, Publishing):
         reader = SegmentReader(segments, engine, scratch, pool, decode_threads=cores)
         undo.callback(reader.close)
         writer = SegmentWriter(segments, table, engine, scratch, space, clock, sharing.owner, segment_bytes)
-        recovery = Recovery(segments, table, engine, scratch, reader)
+        recovery, mover = Recovery(segments, table, engine, scratch, reader), Mover(table, index, presence, writer)
         reclaimer = Reclaimer(
-            segments, table, space, index, presence, pool, reader, writer, scratch, recovery.entries, pins.alive,
+            segments, table, space, index, presence, pool, reader, writer, mover, scratch, recovery.entries, pins.alive,
             lambda: 0 if steady.paused else int(steady.now()), lambda: _recency_ready(core),
             lambda: sharing.sole(b"room", limits.cluster_turn_s), sharing.used_elsewhere,
         )  # fmt: skip
@@ -227,8 +232,8 @@ class Store(Governing, Publishing):
             calls=ThreadPoolExecutor(_CALL_THREADS, thread_name_prefix="perdure-call"), index_lost=index_lost,
         )  # fmt: skip
         tend_copies(core, roots)
-        for record in table.all():
-            space.settle(record.segment, core.space_of(record))
+        core.count_space()
+        cold_tier.attach(core, cold, mover, seams.objects)
         if not read_only:
             core.reserve_catalog_space()
         sharing.join(core)
@@ -331,6 +336,8 @@ class Store(Governing, Publishing):
                 steps.callback(core.sharing.leave)
                 steps.callback(core.writer.close)
                 steps.callback(flush_pending, core, last=True)
+                if core.cold is not None:
+                    steps.callback(core.cold.close)
                 steps.callback(self._keeper.stop)
                 steps.callback(core.erasures.stop)
 
@@ -374,6 +381,8 @@ def open(path: str | os.PathLike[str], **options: Any) -> Store:  # noqa: A001 (
     "off"; "auto": as last time, at first off.
     encryption: of new segments: "on", "off", "tenants:NAME,NAME"; "auto": as last time, at first off. kek: what wraps
     their keys: "" (a file in DIR/keystore), "file:PATH", "vault:URL#KEY", "pkcs11:URI".
+    cold: "s3://BUCKET/PREFIX": cold segments go there instead of being evicted (`docs/cold-tier.md`); "off", "drop";
+    as last time if not given. cold_capacity: what they may take there (1 TiB).
     state: with `catalog`: local directory for what only this process may use (a lock); DIR if not given. Processes that
     share DIR, on one host or many, need one each.
     seams: clock, files, engine and catalog wrappers, for tests and benchmarks.
@@ -384,7 +393,7 @@ def open(path: str | os.PathLike[str], **options: Any) -> Store:  # noqa: A001 (
     check(options.get("admission"))
     chosen: Mapping[str, Any] = {
         "capacity": None, "memory": "256MiB", "read_only": False, "mirror": None, "admission": "always",
-        "codec": "auto", "catalog": None, "state": None, "audit": "auto", "encryption": "auto", "kek": "",
+        "codec": "auto", "catalog": None, "state": None,
     } | options  # fmt: skip
     return Store(path, **{"seams": Seams(), **chosen})
 

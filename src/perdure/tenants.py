@@ -26,7 +26,7 @@ from numpy.typing import NDArray
 from perdure import keys as naming
 from perdure import limits
 from perdure.catalog.api import ControlStore, KeyArray, RecordArray
-from perdure.errors import Erased
+from perdure.errors import Erased, StorePathError
 from perdure.governance.keystore import Keystore
 from perdure.io.api import Files
 from perdure.keys import key_list
@@ -36,8 +36,14 @@ KEYSPACES: Final = "keyspace"
 """Namespace of the identities of keyspaces, by their digest."""
 
 
+def cannot_be_read(store: object, folder: str, error: OSError) -> StorePathError:
+    return StorePathError(
+        f"{store}: {folder} cannot be read ({error}); it says what was erased, so nothing is served: mend the disk"
+    )
+
+
 class Tenants:
-    """Of one store. Thread-safe."""
+    """Of one store. Raises StorePathError. Thread-safe."""
 
     def __init__(self, files: Files, keys: Keystore, control: ControlStore, root_secret: bytes, *, read_only: bool):
         self._files, self._keys, self._control, self._root_secret = files, keys, control, root_secret
@@ -47,7 +53,10 @@ class Tenants:
         self._turn, self._calls = 0, Counter[int]()  # of erasures; calls under way by the turn they began in
         self._buried: dict[bytes, int] = {}  # key -> by how many erasures
         self._names: dict[tuple[bytes, int], bytes] = {}
-        self.refresh()
+        try:
+            self.refresh()
+        except OSError as error:
+            raise cannot_be_read(files.root, FOLDER, error) from error
 
     def refresh(self) -> list[bytes]:
         """Look at the epochs again; tenants that were erased since. Raises OSError."""

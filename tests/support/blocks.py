@@ -124,7 +124,10 @@ def wrong_books(store: Store, *, settled: bool = True) -> list[str]:
     if strays := indexes.keys() - segments.keys():
         wrong.append(f"segment indexes that nobody knows: {sorted(strays)}")
     sealed = {name for name, record in segments.items() if record.state is SegmentState.SEALED}
-    if lacking := sealed - files.keys():
+    cold = {name for name, record in segments.items() if record.cold}
+    if settled and (double := cold & files.keys()):
+        wrong.append(f"cold segments with a file: {sorted(double)}")
+    if lacking := sealed - files.keys() - cold:
         wrong.append(f"sealed segments without a file: {sorted(lacking)}")
     if lacking := sealed - indexes.keys():
         wrong.append(f"sealed segments without an index: {sorted(lacking)}")

@@ -53,7 +53,7 @@ LAYOUT = layout_fields(layout_of(4096))
 NUMBERS = (0, 1, -1, 2**16, 2**31, 2**32 - 1, 2**40, 2**63 - 1, 2**63, 2**64 - 1, -(2**63))
 FLOATS = (0.0, -0.0, 1.0, -1.0, 1e300, 5e-324, float("nan"), float("inf"), float("-inf"))
 TEXTS = ("", "x", "session", "retained", "client", "landing", "staging", "auto", "on", "\0", "ä" * 300, "x" * 70_000)
-GOVERNING = ("erase", "erasure", "x")
+GOVERNING = ("erase", "erasure", "hold", "unhold", "lifecycle", "x")
 VERBS = ("open", "keys", "extend", "branch", "handoff", "adopt", "pin", "release", "expire", "next_use", "history",
          "prefetch", "list", "show", "eat")  # fmt: skip
 HUGE = tuple(kind + b"\xff\xff\xff\xff" for kind in (b"\xdd", b"\xdf", b"\xc6", b"\xdb", b"\xc9"))  # with no content

@@ -1,7 +1,10 @@
-"""`perdure bench governance`: what encryption and the audit log cost, each beside the same work without it.
+"""`perdure bench governance`: what encryption and the audit log cost, each beside the same work without it, and how
+long it takes until nothing of a large tenant can be read.
 
 Contract: both sides take turns on stores with the same blocks; bytes do not compress. Cold: no DRAM tier, direct reads
-into the caller's memory. Warm: from the DRAM tier. Data goes to a temporary directory below `directory` and is removed.
+into the caller's memory. Warm: from the DRAM tier. The large tenant is `store_reopen`'s: records in the catalog that
+point into sparse files; giving those up is not measured. Data goes to a temporary directory below `directory`, and is
+removed.
 """
 
 from __future__ import annotations
@@ -17,10 +20,10 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from perdure.benchmarks import target
+from perdure.benchmarks import store_reopen, target
 from perdure.benchmarks.harness import Measured, Report, Row, interleave, limit_row, machine, rate_row, row, size_name
 from perdure.benchmarks.progress import Progress
-from perdure.benchmarks.target import Bytes, Plan
+from perdure.benchmarks.target import Bytes, Plan, WrongResult
 from perdure.governance.audit import Event, open_log
 from perdure.limits import MIB
 
@@ -32,6 +35,8 @@ BATCH = 16
 LOG_EVENTS = 64
 LOG_CALLS = 500
 WARM_BYTES = 64 * MIB
+ERASE_LIMIT_MS = 100.0
+_ERASURES = 3
 
 
 class _Pair:
@@ -113,6 +118,26 @@ def _log_rows(base: Path, repetitions: int) -> list[Row]:
     ]
 
 
+def _erase_row(plan: Plan, base: Path) -> Row:
+    """From the order, recorded and synced, to nobody being able to read any of it."""
+    taken = []
+    for _ in range(_ERASURES):
+        root = base / "erase"
+        options: dict[str, Any] = {"capacity": store_reopen.CAPACITY, "encryption": "on", "audit": "on"}
+        keys = store_reopen.build(root, plan.catalog_blocks, encryption="on")
+        with target.opened(root, store_reopen.BLOCK_BYTES, **options) as (store, space):
+            store_reopen.wait_filled(store)
+            if space.lookup(keys) != len(keys):
+                raise WrongResult("the blocks to be erased are not found")
+            started = time.perf_counter()
+            told = store.erase(tenant=space.tenant)
+            taken.append((time.perf_counter() - started) * 1e3)
+            if told["state"] == "held" or space.lookup(keys) or space.present(keys).any():
+                raise WrongResult("the erased blocks are still found")
+        shutil.rmtree(root)
+    return limit_row(f"erase a tenant of {plan.catalog_blocks:,} blocks: unreadable", "ms", taken, ERASE_LIMIT_MS)
+
+
 def run(directory: os.PathLike[str] | str, *, quick: bool = False, json: bool = False) -> Report:
     """Measure on the file system of `directory`. `json`: no progress is drawn. Raises WrongResult."""
     base = Path(tempfile.mkdtemp(prefix="bench-", dir=directory))
@@ -120,9 +145,11 @@ def run(directory: os.PathLike[str] | str, *, quick: bool = False, json: bool = 
         plan = target.plan_for(base, quick=quick)
         sizes = plan.block_bytes[:: len(plan.block_bytes) - 1] if quick else plan.block_bytes
         report = Report("Governance beside the same work without it", machine(base, quick=quick))
-        with Progress("bench governance", 1 + 4 * len(sizes), silent=json) as progress:
+        with Progress("bench governance", 2 + 4 * len(sizes), silent=json) as progress:
             progress.step("audit log")
             report.rows += _log_rows(base, plan.repetitions)
+            progress.step(f"erasing {plan.catalog_blocks:,} blocks")
+            report.rows.append(_erase_row(plan, base))
             for block_bytes in sizes:
                 report.rows += _rows_of(plan, base, block_bytes, progress.step)
         return report

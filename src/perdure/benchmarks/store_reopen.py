@@ -41,9 +41,9 @@ SEED = 11
 SETTLE_S = 60.0
 
 
-def build(root: Path, blocks: int) -> Bytes:
+def build(root: Path, blocks: int, **options: Any) -> Bytes:
     """A closed store whose catalog holds `blocks` records; returns the keys of the first 8,192 (one chain)."""
-    with target.opened(root, BLOCK_BYTES, capacity=CAPACITY) as (_, space):
+    with target.opened(root, BLOCK_BYTES, capacity=CAPACITY, **options) as (_, space):
         chain = space.chain(target.tokens(8_192, SEED))
         real = space.chain(target.tokens(16, SEED + 1))
         target.fill(space, real, BLOCK_BYTES, target.random_bytes(16 * BLOCK_BYTES))
@@ -134,7 +134,7 @@ def _hold(root: Path) -> None:
             "before_kib": before,
             "opened_kib": _memory_kib(),
         }
-        answer["filled_s"] = _wait_filled(store) if os.environ.get("BENCH_WAIT_FILLED") else None
+        answer["filled_s"] = wait_filled(store) if os.environ.get("BENCH_WAIT_FILLED") else None
         answer["filled_kib"] = _memory_kib()
         serial = int(time.time_ns() & 0x7FFFFFFF)
         target.fill(space, space.chain(target.tokens(64, serial)), BLOCK_BYTES, target.random_bytes(64 * BLOCK_BYTES))
@@ -143,7 +143,7 @@ def _hold(root: Path) -> None:
         signal.pause()
 
 
-def _wait_filled(store: Any) -> float | None:
+def wait_filled(store: Any) -> float | None:
     """Seconds until the presence index is complete."""
     started = time.perf_counter()
     while time.perf_counter() - started < SETTLE_S:
@@ -213,7 +213,7 @@ def rows(plan: Plan, base: Path, step: Callable[[str], None]) -> list[Row]:
         made.append(row(f"presence index filled in the background, {where}", "s", [filled["filled_s"]], better="lower"))
     step("lookups in the large catalog")
     with target.opened(root, BLOCK_BYTES, capacity=CAPACITY) as (store, space):
-        _wait_filled(store)
+        wait_filled(store)
         absent = space.chain(target.tokens(8_192, SEED + 2))
         made += store_memory.lookup_rows(space, chain, absent, plan.repetitions, where)
     made.append(store_memory.catalog_row(root, chain, plan.repetitions, where))

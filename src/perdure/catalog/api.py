@@ -82,10 +82,15 @@ class SegmentRecord:
     retention: int
     boot_id: bytes  # of the machine when it was created (16 bytes)
     created_s: int
-    allocated_bytes: int  # what it occupies or may occupy on storage
+    allocated_bytes: int  # what it occupies or may occupy on the disk
     sealed_bytes: int  # 0 while OPEN
     records: int  # at seal
     expires_s: int  # latest expiry of its records, 0: some never expire
+
+    @property
+    def cold(self) -> bool:
+        """Sealed, and on no disk any more: its bytes are in the object store. This is what decides where it is read."""
+        return self.sealed_bytes > 0 and self.allocated_bytes == 0
 
 
 @dataclass(frozen=True, slots=True)

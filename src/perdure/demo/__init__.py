@@ -82,3 +82,17 @@ def run_cluster(
     else:
         cluster_scenes.show(outcome)
     return 0 if outcome["ok"] else 1
+
+
+def run_governance(directory: Path, *, json: bool = False) -> int:
+    """The demo with two tenants (`governance_scenes`), at work in `directory`. Returns the exit status.
+
+    Raises PerdureError if a step cannot run."""
+    from perdure.demo import governance_scenes
+
+    outcome = governance_scenes.play(Path(directory))
+    if json:
+        sys.stdout.write(_json.dumps(outcome, indent=2) + "\n")
+    else:
+        governance_scenes.show(outcome)
+    return 0 if outcome["ok"] else 1

@@ -100,6 +100,12 @@ class Document(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
         return self.ttl(asked_s)
 
 
+def lifetimes(document: Document | None) -> dict[str, Any]:
+    """What terms say about how long things are kept."""
+    names = ("name", "idle_ttl_s", "retention_min_s", "retention_max_s")
+    return {} if document is None else {name: getattr(document, name) for name in names}
+
+
 def _flat(document: Document) -> dict[str, Any]:
     """Field -> value, those of tables as "quota.pins"."""
     flat: dict[str, Any] = {}

@@ -44,6 +44,32 @@ class GovernanceVerbs:
             told = self.erasure(told["id"])
         return told
 
+    def hold(
+        self,
+        *,
+        tenant: str,
+        reason: str,
+        session: str | None = None,
+        subject: str | None = None,
+        blocks: Iterable[bytes] | None = None,
+    ) -> Fields:
+        """Keep what `erase` with these would erase, whatever its time to live, until `unhold`.
+
+        {"id", "blocks" on hold now (None: all of the tenant's), "erasing": ids of erasures that had begun before}.
+        Raises InvalidArgument, AuditUnavailable, AccessDenied."""
+        fields: Fields = {"tenant": tenant, "session": session, "subject": subject, "reason": reason}
+        if blocks is not None:
+            fields["blocks"] = list(blocks)
+        return self.govern("hold", fields)
+
+    def unhold(self, *, tenant: str, hold: str) -> Fields:
+        """Take a hold off; erasures that waited for it begin. Raises as `hold`."""
+        return self.govern("unhold", {"tenant": tenant, "id": hold})
+
+    def lifecycle(self, tenant: str | None = None) -> Fields:
+        """What will happen when: see `perdure.lifecycle`."""
+        return self.govern("lifecycle", {"tenant": tenant})
+
     def erasure(self, order: str) -> Fields:
         """State of an erasure, as `erase` returns it."""
         return self.govern("erasure", {"id": order})

@@ -98,7 +98,7 @@ class Copies:
         return [
             record
             for record in self._table.all()
-            if record.durability == Durability.RETAINED and record.state is SegmentState.SEALED
+            if record.durability == Durability.RETAINED and record.state is SegmentState.SEALED and not record.cold
         ]
 
     def _is_whole(self, record: SegmentRecord) -> bool:

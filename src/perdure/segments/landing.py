@@ -25,10 +25,11 @@ from perdure.pool.dram import Slot
 Row = tuple[Any, ...]
 """A catalog record as a tuple in RECORD order: ten times cheaper to look at than an element of the array."""
 
-SEGMENT, TENANT, OFFSET, STORED, CODEC, BLOCK_BYTES, EXPIRES, CIPHER, EPOCH = map(
+SEGMENT, TENANT, OFFSET, STORED, CODEC, BLOCK_BYTES, EXPIRES, EPOCH, DURABILITY, RETENTION, CIPHER = map(
     (RECORD.names or ()).index,
-    ("segment", "tenant", "offset", "stored_bytes", "codec", "block_bytes", "expires_s", "cipher", "tenant_epoch"),
-)
+    ("segment", "tenant", "offset", "stored_bytes", "codec", "block_bytes", "expires_s", "tenant_epoch", "durability",
+     "retention", "cipher"),
+)  # fmt: skip
 
 
 class BlockStatus(IntEnum):
@@ -62,6 +63,7 @@ class Plan:
     )
     statuses: NDArray[np.uint8] = field(init=False)
     problems: dict[int, str] = field(init=False)
+    far: set[int] = field(init=False)  # asked of the cold tier
     unread: dict[int, OSError] = field(init=False)  # those of the problems where the disk gave no bytes to judge
     _outstanding: int = field(init=False, default=0)
     _settled: threading.Event | None = field(init=False, default=None)
@@ -69,7 +71,7 @@ class Plan:
 
     def __post_init__(self) -> None:
         self.statuses = np.full(len(self.keys), LATE, np.uint8)
-        self.problems, self.unread = {}, {}
+        self.problems, self.unread, self.far = {}, {}, set()
 
     def encoded(self, position: int) -> bool:
         """Whether the stored bytes must be decoded on delivery."""
@@ -104,6 +106,7 @@ class Block:
     slot: Slot | None
     in_place: bool  # the payload is the caller's memory
     sealed: memoryview | None = None  # ciphertext, and behind it room for its tag; `payload` is where it is
+    far: bool = False  # from the cold tier
 
 
 @dataclass(slots=True)
@@ -123,10 +126,10 @@ class Piece:
     payload: list[memoryview]
 
 
-def cut(areas: Sequence[Area]) -> list[Piece]:
-    """Pieces of about equal size, whole pages, that carry at most `limits.read_io_bytes_max` of payload each."""
+def cut(areas: Sequence[Area], io_bytes: int) -> list[Piece]:
+    """Pieces of about equal size, whole pages, that carry at most `io_bytes` of payload each."""
     page, total = limits.page_bytes, sum(area.view.nbytes for area in areas)
-    count = max(1, -(-(total - page) // limits.read_io_bytes_max))
+    count = max(1, -(-(total - page) // io_bytes))
     limit = -(-total // count // page) * page
     pieces: list[Piece] = []
     at, room = 0, 0

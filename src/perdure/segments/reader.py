@@ -5,7 +5,8 @@ Contract
   tag where it is encrypted, were verified. Without its key it is denied; if that was destroyed, missing.
 - Whatever fails is read once more through a new descriptor (from the other root where there is one); what still
   fails is reported as corrupt or missing, with the reason. Files that are gone and records cut short are misses.
-  Without time for the second look a block is late: one look is no verdict.
+  Without time for the second look a block is late: one look is no verdict. So it is if the object store cannot be
+  asked.
 - Blocks not delivered by the deadline are late. With `direct`, disk reads go straight into the caller's memory and a
   late one may still land there after the call: the report says when it has settled. Otherwise bytes land in memory
   of our own (a DRAM slot or scratch) and are copied after verification: a late block never touches the caller's.
@@ -15,6 +16,7 @@ Contract
 from __future__ import annotations
 
 import errno
+from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 
 from cryptography.exceptions import InvalidTag
@@ -24,6 +26,7 @@ from perdure.buffers import Parts, all_aligned, copy_parts
 from perdure.errors import KeyDestroyed, KeyUnavailable, RootUnavailable
 from perdure.io.api import Engine, File, IOClass, Request, ShortTransfer
 from perdure.io.memory import Scratch
+from perdure.io.objects import ObjectFile, ObjectStoreError
 from perdure.keys import key_domain
 from perdure.pool.dram import DramPool, Slot
 from perdure.segments import format as fmt
@@ -45,6 +48,7 @@ from perdure.segments.landing import (
     Landing,
     Piece,
     Plan,
+    Row,
     cut,
 )
 from perdure.segments.store import SegmentStore
@@ -60,6 +64,9 @@ class SegmentReader:
     def __init__(self, segments: SegmentStore, engine: Engine, scratch: Scratch, pool: DramPool, decode_threads: int):
         self._segments, self._engine, self._scratch, self._pool = segments, engine, scratch, pool
         self._decoders = ThreadPoolExecutor(decode_threads, thread_name_prefix="perdure-decode")
+        self.used_far: Callable[[bytes, bytes, Row, Parts], None] | None = None
+        """Told of each block delivered from the cold tier: key, keyspace, record, stored bytes, not encrypted (valid
+        for the length of the call)."""
 
     def read(self, plan: Plan) -> None:
         """Fill `plan.statuses`, and `plan.problems` for what is corrupt or missing on the disk."""
@@ -67,11 +74,12 @@ class SegmentReader:
         self._pass(plan, sorted(range(len(rows)), key=lambda at: (rows[at][SEGMENT], rows[at][OFFSET])), root=None)
         first, away = list(plan.problems), dict[int, OSError]()
         for root in range(len(self._segments.roots) - 1, -1, -1):
-            again = sorted(plan.problems)
+            again = [position for position in sorted(plan.problems) if plan.statuses[position] != LATE]
             if again:
                 plan.statuses[again] = LATE  # until this look has come to its end
-                plan.problems.clear()
-                plan.unread.clear()
+                for position in again:
+                    del plan.problems[position]
+                    plan.unread.pop(position, None)
                 self._pass(plan, again, root=root)
                 away |= {at: error for at, error in plan.unread.items() if isinstance(error, RootUnavailable)}
         plan.unread |= {at: error for at, error in away.items() if at in plan.problems}  # its other copy may be good
@@ -87,22 +95,23 @@ class SegmentReader:
         """`root` None: merged, through shared descriptors; else one by one through fresh descriptors in that root."""
         requests: list[Request] = []
         run: list[int] = []
-        segment, first, end = b"", 0, 0
+        segment, first, end, io_bytes, gap_bytes = b"", 0, 0, 0, 0
         for position in order:
             row = plan.rows[position]
             size = fmt.record_bytes(row[STORED])
             joins = (
                 root is None
-                and row[OFFSET] == end
+                and 0 <= row[OFFSET] - end <= gap_bytes
                 and row[SEGMENT] == segment
-                and end + size - first <= limits.read_io_bytes_max
-                and 3 * len(run) + 3 <= limits.io_vectors_max
+                and row[OFFSET] + size - first <= io_bytes
+                and 4 * len(run) + 4 <= limits.io_vectors_max
             )
             if run and not joins:
                 self._request(plan, run, requests, root)
                 run = []
             if not run:
                 segment, first = row[SEGMENT], row[OFFSET]
+                io_bytes, gap_bytes = self._segments.merging(segment)
             run.append(position)
             end = row[OFFSET] + size
         if run:
@@ -119,36 +128,39 @@ class SegmentReader:
     def _request(self, plan: Plan, run: list[int], requests: list[Request], root: int | None) -> None:
         """One vectored read for adjacent records; what does not fit the vector limit or the alignment is staged."""
         segment, first = plan.rows[run[0]][SEGMENT], plan.rows[run[0]][OFFSET]
-        try:
-            file = self._segments.acquire(segment) if root is None else self._segments.reopen(segment, root=root)
-        except OSError as error:
-            for position in run:
-                self._failed(plan, position, error, None)
+        file = self._opened(plan, run, root)
+        if file is None:
             return
-        page = limits.page_bytes
-        targets = [self._target(plan, position, root) for position in run]
+        page, far = limits.page_bytes, isinstance(file, ObjectFile)
+        targets = [None if far else self._target(plan, position, root) for position in run]
         sizes = [fmt.record_bytes(plan.rows[position][STORED]) for position in run]
         secret = [plan.rows[position][CIPHER] != fmt.NO_CIPHER for position in run]
+        starts = [plan.rows[position][OFFSET] - first for position in run]
+        gaps = [starts[0], *(b - a - size for a, b, size in zip(starts, starts[1:], sizes, strict=False))]
         scratch = self._scratch.take(
             sum(size if target is None else 2 * page for size, target in zip(sizes, targets, strict=True))
             + page * sum(secret)
+            + sum(gaps)
         )
         own, at, scattered = scratch.view, 0, False
         areas: list[Area] = []
         blocks: list[Block] = []
-        for position, target, size, sealed in zip(run, targets, sizes, secret, strict=True):
+        for position, target, size, sealed, gap in zip(run, targets, sizes, secret, gaps, strict=True):
             stored = plan.rows[position][STORED]
+            if gap:
+                areas.append(Area(own[at : at + gap], 0))
+                at += gap
             header = own[at : at + page]
             areas.append(Area(header, 0))
             if sealed:
                 payload = own[at + page : at + page + stored + fmt.GCM_TAG_BYTES]
-                blocks.append(Block(position, header, [payload[:stored]], None, False, payload))
+                blocks.append(Block(position, header, [payload[:stored]], None, False, payload, far=far))
                 areas.append(Area(own[at + page : at + size], 0))  # no checksum: the tag says it
                 at += size + page
                 scattered = True
                 continue
             if target is None:
-                blocks.append(Block(position, header, [own[at + page : at + page + stored]], None, False))
+                blocks.append(Block(position, header, [own[at + page : at + page + stored]], None, False, far=far))
                 areas.append(Area(own[at + page : at + size], stored))
                 at += size
                 continue
@@ -163,7 +175,7 @@ class SegmentReader:
                     areas.append(Area(own[at + page : at + size - stored], 0))
             at += 2 * page
         if len(run) == 1:
-            pieces = cut(areas)
+            pieces = cut(areas, limits.cold_read_bytes_max if far else limits.read_io_bytes_max)
         else:
             pieces = [Piece(0, [area.view for area in areas] if scattered else [own[:at]], [])]
 
@@ -182,6 +194,19 @@ class SegmentReader:
             Request(file, first + piece.offset, piece.buffers, context=(landing, number), settle=landing.drop)
             for number, piece in enumerate(pieces)
         )
+
+    def _opened(self, plan: Plan, run: list[int], root: int | None) -> File | None:
+        """The file of a run. None, and the run has failed, if it cannot be opened."""
+        segment = plan.rows[run[0]][SEGMENT]
+        try:
+            file = self._segments.acquire(segment) if root is None else self._segments.reopen(segment, root=root)
+        except OSError as error:
+            for position in run:
+                self._failed(plan, position, error, None)
+            return None
+        if isinstance(file, ObjectFile):
+            plan.far.update(run)
+        return file
 
     def _target(self, plan: Plan, position: int, root: int | None) -> Parts | Slot | None:
         """The caller's own parts (direct), a DRAM slot, or None for scratch."""
@@ -225,7 +250,12 @@ class SegmentReader:
             fmt.expected_identity(plan.keyspaces[position], plan.keys[position], row),
             self._segments.secret(row[SEGMENT]),
         )
-        verdict = BlockStatus.DENIED if problem == fmt.OTHER_KEYSPACE else BlockStatus.CORRUPT
+        if (
+            problem == fmt.OTHER_KEYSPACE
+        ):  # of the same tenant: there is no such block in this one, and that one is whole
+            plan.statuses[position] = BlockStatus.MISSING
+            return
+        verdict = BlockStatus.CORRUPT
         if problem is None and block.sealed is not None:
             problem, verdict = self._decrypt(plan, block, block.sealed)
         elif problem is None and (tag or fmt.payload_tag(block.payload)) != fmt.header_tag(block.header):
@@ -245,6 +275,10 @@ class SegmentReader:
             self._keep_decoded(plan, position)
         elif not block.in_place:
             copy_parts(block.payload, destination)
+            if block.far and not plan.raw:
+                self._keep_decoded(plan, position)
+        if block.far and self.used_far is not None and not plan.raw:
+            self.used_far(plan.keys[position], plan.keyspaces[position], row, block.payload)
         if block.slot is not None:
             self._publish(plan, position, block.slot)
             block.slot = None
@@ -267,7 +301,7 @@ class SegmentReader:
         if fmt.header_key_id(block.header) != key.key_id:
             return "it was encrypted with another key", BlockStatus.DENIED
         destination, target = plan.destinations[position], block.payload[0]
-        if not plan.raw and not plan.encoded(position):
+        if not plan.raw and not plan.encoded(position) and not block.far:
             if not plan.direct:
                 block.slot = self._pool.reserve(target.nbytes, plan.domain)
                 target = target if block.slot is None else block.slot.view[: target.nbytes]
@@ -298,9 +332,13 @@ class SegmentReader:
 
     def _failed(self, plan: Plan, position: int, error: OSError, file: File | None) -> None:
         row, short = plan.rows[position], isinstance(error, ShortTransfer)
+        if isinstance(error, ObjectStoreError):  # says nothing about the block
+            plan.statuses[position], plan.problems[position], plan.unread[position] = LATE, str(error), error
+            return
         plan.statuses[position] = BlockStatus.MISSING if short or error.errno in _GONE else BlockStatus.CORRUPT
         plan.problems[position] = f"{'record cut short' if short else 'read failed'}: {error}"
         ends = short and file is not None and file.size() < row[OFFSET] + fmt.record_bytes(row[STORED])
+        ends |= short and isinstance(file, ObjectFile)  # the store's answer was complete
         if not ends and not isinstance(error, FileNotFoundError):
             plan.unread[position] = error
 

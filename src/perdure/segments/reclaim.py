@@ -5,8 +5,8 @@ Contract
   lie; the victim is the sealed segment with the fewest bytes above it. So write amplification stays low and one hot
   block does not keep a cold segment.
 - With shares (`governance.shares`), who asks for room decides whose segments may go.
-- Pinned blocks are never dropped. A segment is drained first (no "exists" relies on it), its kept blocks are copied and
-  moved by compare-and-swap, the other records removed if unchanged, then the file is deleted.
+- Pinned blocks, and those on hold, are never dropped. A segment is drained first (no "exists" relies on it), its kept
+  blocks are copied and moved by compare-and-swap, the other records removed if unchanged, then the file is deleted.
 - If anything fails on the way nothing is lost: the segment stays, drained or not, and is tried again later. A disk that
   does not delete costs the blocks of one segment, not of all.
 - In a store that others use too, one process at a time makes room. What others used, as far as they told, counts by
@@ -16,6 +16,7 @@ Contract
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import math
 import threading
@@ -30,9 +31,7 @@ from numpy.typing import NDArray
 
 from perdure.catalog.api import (
     BlockIndex,
-    Durability,
     KeyArray,
-    RecordArray,
     SegmentRecord,
     SegmentState,
     fingerprints,
@@ -44,12 +43,13 @@ from perdure.pool.dram import DramPool
 from perdure.presence import PresenceIndex
 from perdure.segments.format import NO_CIPHER, record_bytes_array
 from perdure.segments.landing import BlockStatus, Plan
+from perdure.segments.moving import Mover
 from perdure.segments.reader import SegmentReader
 from perdure.segments.recovery import entry_keys
 from perdure.segments.space import SpaceBudget
 from perdure.segments.store import SegmentStore
 from perdure.segments.table import SegmentTable
-from perdure.segments.writer import Batch, SegmentWriter
+from perdure.segments.writer import SegmentWriter
 
 _COLD_SHARE_MIN = 0.5  # copy at most as much as is freed, unless pins leave no choice
 _COPY_BLOCKS = 64
@@ -78,7 +78,7 @@ class Shredded:
             setattr(self, name, getattr(self, name) + getattr(other, name))
 
 
-class _Outcome(Enum):
+class Outcome(Enum):
     """Of an attempt to drop a segment."""
 
     GONE = 0
@@ -99,6 +99,7 @@ class Reclaimer:
         pool: DramPool,
         reader: SegmentReader,
         writer: SegmentWriter,
+        mover: Mover,
         scratch: Scratch,
         entries: Callable[[bytes], NDArray[np.void]],
         pinned: Callable[[], NDArray[np.uint64]],
@@ -110,13 +111,17 @@ class Reclaimer:
         """`entries`: what a segment holds. `before` is called before recency is looked at (it applies uses that were
         only noted). `sole`: whether it is this process's turn. `used_elsewhere`: tick of the last use by others."""
         self._segments, self._table, self._space, self._index = segments, table, space, index
-        self._presence, self._pool, self._reader, self._writer = presence, pool, reader, writer
+        self._presence, self._pool, self._reader, self._writer, self._mover = presence, pool, reader, writer, mover
         self._scratch, self._entries, self._pinned, self._now_s = scratch, entries, pinned, now_s
-        self._before, self._sole, self._used_elsewhere = before, sole, used_elsewhere
+        self.before, self._sole, self._used_elsewhere = before, sole, used_elsewhere
         self._lock = threading.Lock()
         self.counters = ReclaimCounters()
         self.shares: Shares | None = None
+        # of a segment that goes: its object, if there may be one; raises OSError
+        self.erase_far: Callable[[bytes], None] = lambda segment: None
         self.spared: Callable[[SegmentRecord], bool] = lambda record: False  # drained by an erasure, which goes on
+        self.frozen: Callable[[], set[bytes]] = set  # tenants (ids) whose segments stay as they are
+        self.held: Callable[[], NDArray[np.uint64]] = lambda: np.zeros(0, np.uint64)  # fingerprints, as if pinned
         self.cut_tick = 0  # recency below which blocks were given up last; 0: none yet, or only released ones
 
     def make_room(self, need: int, *, tenant: bytes = b"", force: bool = False) -> bool:
@@ -134,18 +139,24 @@ class Reclaimer:
     def _drop_until(self, enough: Callable[[], bool], need: int, tenant: bytes, whose: set[bytes] | None) -> bool:
         """whose: tenants whose segments may go; None: as the shares say."""
         try:
-            with self._lock, self._sole() as mine:
+            with self.turn() as mine:
                 return mine and self._drop_in_turn(enough, need, tenant, whose)
         except CatalogUnavailable:
             return False
 
+    @contextlib.contextmanager
+    def turn(self) -> Iterator[bool]:
+        """Nothing is given up by others meanwhile, if it is True. Raises CatalogError."""
+        with self._lock, self._sole() as mine:
+            yield mine
+
     def _drop_in_turn(self, enough: Callable[[], bool], need: int, tenant: bytes, whose: set[bytes] | None) -> bool:
-        self._before()
+        self.before()
         given_up: set[bytes] = set()
         sealed = False
         while not enough():
             victims = self._victims(tenant) if whose is None else whose
-            chosen = self._choose(need, given_up, victims)
+            chosen = self.choose(need, given_up, victims)
             if chosen is None:
                 if sealed or not self._seal_open(victims):
                     return False
@@ -153,25 +164,40 @@ class Reclaimer:
                 given_up.clear()  # there may be room for their copies now
                 continue
             victim, hotter_than = chosen
-            outcome = self._drop(victim, hotter_than)
-            if outcome is _Outcome.STUCK:  # the next victim would only lose its blocks as well
+            outcome = self.drop(victim, hotter_than)
+            if outcome is Outcome.STUCK:  # the next victim would only lose its blocks as well
                 return False
-            if outcome is _Outcome.STAYS:
+            if outcome is Outcome.STAYS:
                 given_up.add(victim.segment)
         return True
 
     def sweep(self) -> int:
         """Drop segments all of whose records have expired, and finish drains that were cut off; returns how many."""
-        with self._lock, self._sole() as mine:
+        with self.turn() as mine:
             if not mine:
                 return 0
-            now, dropped = self._now_s(), 0
-            for record in self._table.all():
+            now, dropped, frozen = self._now_s(), 0, self.frozen()
+            for record in [one for one in self._table.all() if one.tenant not in frozen]:
                 expired = record.state is SegmentState.SEALED and 0 < record.expires_s <= now
                 cut_off = record.state is SegmentState.DRAINING and not self.spared(record)
-                if (expired or cut_off) and self._drop(record, None) is _Outcome.GONE:
+                due = cut_off or (expired and not self._all_held(record))
+                if due and self.drop(record, None) is Outcome.GONE:
                     dropped += 1
             return dropped
+
+    def _all_held(self, record: SegmentRecord) -> bool:
+        """Then it is left as it is: its blocks would only be copied."""
+        held = self.held()
+        try:
+            return bool(len(held)) and bool(
+                np.isin(fingerprints(entry_keys(self._entries(record.segment))), held).all()
+            )
+        except OSError:
+            return True
+
+    def staying(self) -> NDArray[np.uint64]:
+        """Fingerprints of the blocks that must not go: pinned, or under a hold."""
+        return np.union1d(self._pinned(), self.held())
 
     def _victims(self, tenant: bytes) -> set[bytes] | None:
         """Tenants whose segments may go; None: all."""
@@ -192,12 +218,17 @@ class Reclaimer:
             self._writer.retire(one)
         return bool(idle)
 
-    def _choose(self, need: int, given_up: set[bytes], whose: set[bytes] | None) -> tuple[SegmentRecord, int] | None:
-        """The cheapest victim and the recency above which its blocks are kept."""
+    def choose(
+        self, need: int, given_up: set[bytes], whose: set[bytes] | None, *, note: bool = True
+    ) -> tuple[SegmentRecord, int] | None:
+        """The cheapest victim on the disk and the recency above which its blocks are kept. note: it will be dropped."""
+        frozen = self.frozen()
         candidates = [
             record
             for record in self._table.all()
-            if record.state is not SegmentState.OPEN
+            if record.tenant not in frozen
+            and record.state is not SegmentState.OPEN
+            and record.allocated_bytes  # else it is in the cold tier
             and record.segment not in given_up
             and (whose is None or record.tenant in whose)
         ]
@@ -210,7 +241,7 @@ class Reclaimer:
         fingerprint, ordinal, recency, expires = every
         now = self._now_s()
         recency[(expires != 0) & (expires <= now)] = 0
-        pins = self._pinned()
+        pins = self.staying()
         if len(pins):
             recency[np.isin(fingerprint, pins)] = np.iinfo(np.uint32).max
         numbers = np.array([self._table.ordinal(record.segment) for record in candidates])
@@ -232,7 +263,8 @@ class Reclaimer:
             cold = free >= _COLD_SHARE_MIN * sizes
             best = int(np.lexsort((warmth, -free, ~begun, ~cold))[0])
             if cold[best]:
-                self.cut_tick = cut
+                if note:
+                    self.cut_tick = cut
                 return candidates[best], cut
             if wanted / mean_bytes >= len(ranked):
                 if free[best] > 0:
@@ -242,7 +274,7 @@ class Reclaimer:
                 return candidates[int(elsewhere.argmin())], cut  # all of it is in use somewhere
             wanted *= 2
 
-    def _drop(self, victim: SegmentRecord, hotter_than: int | None) -> _Outcome:
+    def drop(self, victim: SegmentRecord, hotter_than: int | None) -> Outcome:
         """Copy what is kept, remove the rest, delete the file. `hotter_than` None: keep only what is pinned."""
         emptied = False
         try:
@@ -250,16 +282,16 @@ class Reclaimer:
             self._segments.check_deletable(victim.segment)
             if victim.state is not SegmentState.DRAINING:
                 self._table.drain(victim)
-            if not self._keep(victim, entries, hotter_than):
-                return _Outcome.STAYS
+            if not self.keep(victim, entries, hotter_than):
+                return Outcome.STAYS
             removed = self._empty(entries)
             emptied = True
             self.counters.blocks_evicted += removed
             self._delete(victim.segment)
         except (OSError, CatalogError):
-            return _Outcome.STUCK if emptied else _Outcome.STAYS
+            return Outcome.STUCK if emptied else Outcome.STAYS
         self.counters.segments_dropped += 1
-        return _Outcome.GONE
+        return Outcome.GONE
 
     def _empty(self, entries: NDArray[np.void]) -> int:
         """Remove the records that are still the ones of these entries; how many were."""
@@ -277,13 +309,18 @@ class Reclaimer:
         self._space.settle(segment, 0)
 
     # --- erasure
+    def _erase(self, segment: bytes, told: Shredded) -> None:
+        if not told.keys:  # else its object is unreadable from now on, and is deleted in time
+            self.erase_far(segment)
+        self._delete(segment)
+
     def shred(self, record: SegmentRecord) -> Shredded:
         """Give up a segment with all that is in it, and destroy its key. Raises OSError, CatalogError."""
         with self._lock:
             entries = self._entries(record.segment)
             told = _shredded(entries, np.ones(len(entries), bool))
             self._empty(entries)
-            self._delete(record.segment)
+            self._erase(record.segment, told)
         return told
 
     def rewrite(self, record: SegmentRecord, doomed: Callable[[KeyArray], NDArray[np.bool_]]) -> Shredded:
@@ -299,7 +336,7 @@ class Reclaimer:
             present, records = self._index.lookup(entry_keys(entries))
             stays = np.flatnonzero(present & (records == entries["record"]) & ~gone)
             for keyspace, one in self._by_keyspace(entries, stays):
-                moved, statuses = self._copy(record, keyspace, entries[one])
+                moved, statuses = self._copy(keyspace, entries[one])
                 present, records = self._index.lookup(entry_keys(entries[one]))
                 damaged = (statuses == BlockStatus.CORRUPT) | (statuses == BlockStatus.MISSING)
                 left = ~damaged & ~moved & present & (records == entries["record"][one])
@@ -307,16 +344,16 @@ class Reclaimer:
                     raise OSError(errno.EAGAIN, f"{int(left.sum())} blocks could not be moved; nothing of them is lost")
                 told.copied += int(moved.sum())
             self._empty(entries)
-            self._delete(record.segment)
+            self._erase(record.segment, told)
         return told
 
-    def _keep(self, victim: SegmentRecord, entries: NDArray[np.void], hotter_than: int | None) -> bool:
+    def keep(self, victim: SegmentRecord, entries: NDArray[np.void], hotter_than: int | None) -> bool:
         """Copy forward the blocks that stay; False if one that is pinned could not be moved."""
         keys = entry_keys(entries)
         present, records = self._index.lookup(keys)
         live = present & (records == entries["record"])
         prints = fingerprints(keys)
-        pinned = np.isin(prints, self._pinned())
+        pinned = np.isin(prints, self.staying())
         if hotter_than is None:
             keep = live & pinned
         else:
@@ -325,7 +362,7 @@ class Reclaimer:
             fresh = (expires == 0) | (expires > self._now_s())
             keep = live & (pinned | ((recency > hotter_than) & fresh))
         for keyspace, part in self._by_keyspace(entries, np.flatnonzero(keep)):
-            moved, _ = self._copy(victim, keyspace, entries[part])
+            moved, _ = self._copy(keyspace, entries[part])
             if (pinned[part] & ~moved).any():
                 return False
         return True
@@ -338,9 +375,7 @@ class Reclaimer:
             for at in range(0, len(inside), _COPY_BLOCKS):
                 yield keyspace, inside[at : at + _COPY_BLOCKS]
 
-    def _copy(
-        self, victim: SegmentRecord, keyspace: bytes, entries: NDArray[np.void]
-    ) -> tuple[NDArray[np.bool_], NDArray[np.uint8]]:
+    def _copy(self, keyspace: bytes, entries: NDArray[np.void]) -> tuple[NDArray[np.bool_], NDArray[np.uint8]]:
         """Copy some blocks of one keyspace to the open segment of their class; which of them have moved, and what
         reading each came to."""
         old = np.ascontiguousarray(entries["record"])
@@ -356,57 +391,15 @@ class Reclaimer:
             # blocks of one keyspace share block_bytes; epochs may differ, so each epoch is a batch
             for epoch in np.unique(old["tenant_epoch"][good]):
                 chosen = np.flatnonzero(good & (old["tenant_epoch"] == epoch))
-                moved[chosen] = self._append(victim, keyspace, keys[chosen], old[chosen], [views[i] for i in chosen])
+                moved[chosen] = self._mover.move(
+                    keyspace, keys[chosen], old[chosen], [views[i] for i in chosen], reserve=True
+                )
+            self.counters.blocks_copied += int(moved.sum())
+            self.counters.bytes_copied += int(record_bytes_array(old["stored_bytes"][moved]).sum())
             return moved, plan.statuses
         finally:
             for lease in leases:
                 lease.give_back()
-
-    def _replace(self, keys: KeyArray, old: RecordArray, new: RecordArray) -> NDArray[np.bool_]:
-        """Move records by compare-and-swap; where the answer is lost, what stands in the index is the answer."""
-        try:
-            return self._index.replace(keys, old, new)
-        except CatalogError:
-            present, current = self._index.lookup(keys)
-            moved: NDArray[np.bool_] = present & (current == new)
-            if not moved.any():
-                raise
-            return moved
-
-    def _append(
-        self,
-        victim: SegmentRecord,
-        keyspace: bytes,
-        keys: NDArray[np.uint8],
-        old: NDArray[np.void],
-        payloads: list[list[memoryview]],
-    ) -> NDArray[np.bool_]:
-        batch = Batch(
-            keyspace, keys, payloads, int(old["block_bytes"][0]), old["codec"], victim.tenant,
-            int(old["tenant_epoch"][0]), victim.durability, victim.retention, old["created_s"], old["expires_s"],
-        )  # fmt: skip
-        appended = self._writer.append(batch, deadline=None, reserve=True)
-        try:
-            if victim.durability >= Durability.SESSION:
-                for opened in appended.segments:
-                    opened.sync()
-            moved = np.zeros(len(keys), bool)
-            done = np.flatnonzero(appended.written)
-            moved[done] = self._replace(keys[done], old[done], appended.records[done])
-            for opened in appended.segments:
-                mine = np.flatnonzero(moved & (appended.records["segment"] == np.void(opened.segment)))
-                if len(mine):
-                    self._writer.published(opened, keyspace, keys[mine], appended.records[mine])
-                    self._presence.insert(
-                        fingerprints(keys[mine]), segment=self._table.ordinal(opened.segment), recency=0,
-                        expires_s=np.ascontiguousarray(old["expires_s"][mine]),
-                    )  # fmt: skip
-        finally:
-            for opened in appended.segments:
-                self._writer.finish(opened)
-        self.counters.blocks_copied += int(moved.sum())
-        self.counters.bytes_copied += int(record_bytes_array(old["stored_bytes"][moved]).sum())
-        return moved
 
 
 def _shredded(entries: NDArray[np.void], gone: NDArray[np.bool_]) -> Shredded:

@@ -6,6 +6,7 @@ Contract
   reader lets go; a reader that comes later gets FileNotFoundError, never other bytes.
 - The second namespace, where there is one, holds the same file under the same name (`retained` durability): a mirror
   directory, or second copies in other roots (`io.roots`).
+- With a cold tier, a segment whose record says so is opened there; its index stays on the disk.
 - Never: recycling a name or an extent, writing to a segment that another writer created.
 """
 
@@ -18,6 +19,7 @@ import threading
 from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 from perdure import limits
 from perdure.errors import FormatError, KeyUnavailable, RootUnavailable
@@ -27,6 +29,14 @@ from perdure.keys import key_domain
 from perdure.segments import format as fmt
 
 _OPEN_FILES_MAX = 256
+
+
+class Elsewhere(Protocol):
+    """The cold tier, as far as reading goes."""
+
+    def file(self, segment: bytes, *, fresh: bool = False) -> File | None:
+        """None if the segment is not there; `fresh`: ask again, it was not on the disk."""
+        ...
 
 
 @dataclass(slots=True)
@@ -50,6 +60,7 @@ class SegmentStore:
 
     def __init__(self, roots: Sequence[Files], root_secret: bytes, keys: Keystore | None = None):
         self.roots, self.keys = tuple(roots), keys
+        self.cold: Elsewhere | None = None
         self._root_secret = root_secret
         self._handles: OrderedDict[bytes, _Handle] = OrderedDict()
         self._secrets: dict[bytes, bytes] = {}
@@ -99,7 +110,7 @@ class SegmentStore:
                 self._handles.move_to_end(segment)
                 return handle.file
             deletions = self._deletions
-        file = self.roots[0].open(segment_path(segment))
+        file = self.reopen(segment)
         with self._lock:
             # Deleted since it was opened? Then nobody would ever close it, and its bytes would stay on the disk.
             handle = self._handles.setdefault(segment, _Handle(file, doomed=deletions != self._deletions))
@@ -110,6 +121,12 @@ class SegmentStore:
         for other in stale:
             other.close()
         return handle.file
+
+    def merging(self, segment: bytes) -> tuple[int, int]:
+        """Bytes that one request of it may read, and how far apart records of one request may lie."""
+        if self.cold is not None and self.cold.file(segment) is not None:
+            return limits.cold_read_bytes_max, limits.cold_gap_bytes_max
+        return limits.read_io_bytes_max, 0
 
     def release(self, segment: bytes, file: File) -> None:
         with self._lock:
@@ -129,7 +146,16 @@ class SegmentStore:
 
     def reopen(self, segment: bytes, *, root: int = 0) -> File:
         """A descriptor of one's own (second look at a block that did not verify). The caller closes it."""
-        return self.roots[root].open(segment_path(segment))
+        far = None if self.cold is None else self.cold.file(segment)
+        if far is not None:
+            return far
+        try:
+            return self.roots[root].open(segment_path(segment))
+        except FileNotFoundError:
+            far = None if self.cold is None else self.cold.file(segment, fresh=True)  # moved there by another process
+            if far is None:
+                raise
+            return far
 
     def write_index(self, segment: bytes, data: bytes, *, roots: int = 1) -> None:
         """Write-once; an index that is there already stays."""
@@ -152,22 +178,19 @@ class SegmentStore:
 
     def delete(self, segment: bytes) -> None:
         """Unlink file and index in every root, durably; what is already gone is fine."""
-        with self._lock:
-            self._deletions += 1
-            handle = self._handles.get(segment)
-            if handle is not None:
-                if handle.users == 0:
-                    del self._handles[segment]
-                else:
-                    handle.doomed = True
-                    handle = None
-            self._secrets.pop(segment, None)
-        if handle is not None:
-            handle.file.close()
+        self.forget(segment)
         if self.keys is not None:
             self.keys.drop(segment)
+        self._unlink(segment, (segment_path(segment), index_path(segment)))
+
+    def leave_disk(self, segment: bytes) -> None:
+        """Unlink the file in every root, durably; its index stays. Raises OSError."""
+        self.forget(segment)
+        self._unlink(segment, (segment_path(segment),))
+
+    def _unlink(self, segment: bytes, paths: Sequence[str]) -> None:
         for root in self.roots:
-            for path in (segment_path(segment), index_path(segment)):
+            for path in paths:
                 with contextlib.suppress(FileNotFoundError):
                     root.unlink(path)
             # Else a power cut could bring back files whose control record is gone: bytes nobody would account for.
@@ -203,8 +226,9 @@ class SegmentStore:
             return suspects
 
     def forget(self, segment: bytes) -> None:
-        """It was deleted by another process: let go of the shared handle, whose bytes would stay on the disk."""
+        """Its file goes: let go of the shared handle, whose bytes would stay on the disk."""
         with self._lock:
+            self._deletions += 1
             handle = self._handles.get(segment)
             self._secrets.pop(segment, None)
             if handle is None:

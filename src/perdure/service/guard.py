@@ -84,13 +84,19 @@ class Guard:
     """Of one service. encrypts: whether a tenant's new blocks are."""
 
     def __init__(
-        self, store: Store, policies: Policies, *, roots: Iterable[Path], encrypts: Callable[[str], bool] | None = None
+        self,
+        store: Store,
+        policies: Policies,
+        *,
+        roots: Iterable[Path | str],
+        encrypts: Callable[[str], bool] | None = None,
     ):
-        """roots: directories that the store's bytes lie in. encrypts: whether a tenant's new blocks are encrypted."""
+        """roots: directories, and the bucket, that the store's bytes lie in. encrypts: whether a tenant's new blocks
+        are encrypted."""
         self.core, self.policies = store.core, policies
         self._owners = Owners(store.core)
         self._roots = tuple(str(root) for root in roots)
-        self._persistent = not all(map(lies_in_memory, self._roots))
+        self._persistent = not all("://" not in root and lies_in_memory(root) for root in self._roots)
         self._encrypts = encrypts or (lambda tenant: False)
         self._now = store.core.clock.boottime
         self.authority = Authority(self._now)
@@ -404,7 +410,7 @@ class Guard:
         q.fields = q.fields | {"tenant": tenant}
 
     def _governing(self, peer: Peer, q: m.Govern) -> None:
-        """Erasing: an operator of the tenant. A hold does not forbid to order it: it is done when the hold ends."""
+        """An operator of the tenant. A hold does not forbid to order an erasure: that waits for the hold's end."""
         action, tenant = GOVERNING.get(q.verb), q.fields.get("tenant")
         if action is None or not isinstance(tenant, str) or not tenant:
             self._service_action(peer, "administer")

@@ -75,8 +75,10 @@ def build_guard(store: stores.Store, settings: Settings) -> Guard | None:
     """Raises PolicyError."""
     if settings.policy is None:
         return None
-    roots = [store.path, *([settings.mirror] if settings.mirror else []), *known(store.path).values()]
     core = store.core
+    roots: list[Path | str] = [store.path, *([settings.mirror] if settings.mirror else []), *known(store.path).values()]
+    if core.cold is not None:
+        roots.append(core.cold.tier.objects.where)
     secret, keys = core.root_secret, core.segments.keys
     return Guard(
         store,
@@ -106,6 +108,7 @@ def run(
             data, capacity=settings.capacity, memory=settings.memory, mirror=settings.mirror, codec=settings.codec,
             admission=settings.admission, audit=settings.audit, encryption=settings.encryption, kek=settings.kek,
             catalog=settings.catalog or None, state=settings.state_dir, roots=settings.roots or None,
+            cold=settings.cold, cold_capacity=settings.cold_capacity,
             seams=stores.Seams(pool=lambda nbytes: shared_pool(nbytes, huge=settings.hugepages)),
         )  # fmt: skip
         with contextlib.ExitStack() as started:

@@ -34,6 +34,7 @@ from pydantic_settings import (
 from perdure import limits
 from perdure.catalogs import kind_of, masked
 from perdure.errors import ConfigError, InvalidArgument
+from perdure.io.objects import check_url
 from perdure.options import parse_size
 from perdure.service.sockets import is_loopback, parse_address
 from perdure.service.streams import TlsFiles
@@ -122,11 +123,18 @@ def _paths(value: Any) -> Any:
     return given
 
 
+def _cold(value: Any) -> Any:
+    if value in ("off", "drop", "", None):
+        return value or None
+    return check_url(value)
+
+
 _Size = Annotated[int | None, BeforeValidator(_optional_size)]
 _Memory = Annotated[int, BeforeValidator(_size)]
 _Address = Annotated[str, BeforeValidator(_address)]
 _File = Annotated[Path | None, BeforeValidator(_path)]
 _Paths = Annotated[tuple[Path, ...], NoDecode, BeforeValidator(_paths)]
+_Cold = Annotated[str | None, BeforeValidator(_cold)]
 _Catalog = Annotated[str, BeforeValidator(_catalog)]
 _Cpus = Annotated[str, BeforeValidator(_cpus)]
 
@@ -165,6 +173,13 @@ class Settings(BaseSettings):
         (), description="more directories for segments, one per device (none: as last time); write paths, in the "
         f"environment with {os.pathsep!r} between them",
     )  # fmt: skip
+    cold: _Cold = Field(
+        None, description="bucket for segments that the disk has no room for (none: as last time, at first off); "
+        "write s3://BUCKET/PREFIX, off or drop",
+    )  # fmt: skip
+    cold_capacity: _Size = Field(
+        None, description="what objects there may take (none: as last time, or 1TiB); write a size such as 10TiB"
+    )
     policy: _File = Field(
         None, description="directory of principals, terms and rules (none: whoever connects may ask for any tenant); "
         "write a path",

@@ -11,7 +11,7 @@ from perdure.catalog.api import KeyArray, fingerprints
 from perdure.core import Core
 from perdure.errors import AccessDenied
 from perdure.governance.policy import Policies
-from perdure.governance.terms import NARROW
+from perdure.governance.terms import NARROW, lifetimes
 from perdure.keyspace import Keyspace
 from perdure.presence_table import NO_SEGMENT
 from perdure.reports import WriteStatus
@@ -113,6 +113,9 @@ def shown(policies: Policies, owners: Owners, peer: Peer, q: Any, reply: m.Messa
             mine = {space.tenant for space in peer.spaces} | set(who.tenants)
             reply.content = own_status(reply.content, mine) if action == "status" else own_block(peer, reply)
         return reply
+    if isinstance(q, m.Govern) and q.verb == "lifecycle" and isinstance(reply, m.Document):
+        for tenant, told in reply.content["tenants"].items():
+            told["terms"] = lifetimes(policies.documents.get(tenant))
     if isinstance(q, m.ExplainPrefix) and isinstance(reply, m.Document):
         narrow = peer.openings[q.space].document.scope in NARROW
         elsewhere = [] if narrow else reply.content["elsewhere"]  # a digest is what names are made from
