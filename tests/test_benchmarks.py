@@ -11,10 +11,13 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from support.served import serving
 
+import perdure
 from perdure.benchmarks import (
     cluster,
     fio,
+    governance_tenants,
     harness,
     kv_sample,
     peer_files,
@@ -532,3 +535,32 @@ def test_a_tiny_run_of_many_services(tmp_path: Path) -> None:
     assert 1.0 <= hot.ours <= cluster.COPIES_LIMIT  # each reads it once, and then from its memory
     assert [made.ours for made in report.rows if "rounds" in made.name] == [1, 2, 2]
     assert list(tmp_path.iterdir()) == []
+
+
+# --- tenants beside each other ----------------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+def test_a_tiny_run_of_two_tenants(tmp_path: Path) -> None:
+    made = governance_tenants.rows(tmp_path, governance_tenants.Plan(20, 0.5, 100, 1), lambda what: None)
+    assert [one.name.split(",")[0] for one in made] == [
+        "policy", "whose blocks", "victim's p99", "timing AUC across tenants"
+    ]  # fmt: skip
+    assert all(one.ours is not None and one.ours > 0 for one in made)
+    neighbour = made[2]
+    assert "times a second" in neighbour.note
+    assert int(neighbour.note.split()[3]) > governance_tenants.SHARE_PER_S
+
+
+def test_a_neighbour_beyond_its_share_is_refused(tmp_path: Path) -> None:
+    sockets = governance_tenants.write_policy(tmp_path / "p")
+    with serving(tmp_path / "s", policy=tmp_path / "p"):
+        for socket, tenant in zip(sockets, governance_tenants.TENANTS, strict=True):
+            with perdure.connect(socket) as client:
+                space = governance_tenants.keyspace_of(client, tenant)
+                source = target.random_bytes(governance_tenants.READ_BLOCKS * governance_tenants.BLOCK_BYTES)
+                target.fill(space, governance_tenants.keys_of(space), governance_tenants.BLOCK_BYTES, source)
+        share = governance_tenants.SHARE_PER_S
+        told = governance_tenants.ask(sockets[1], governance_tenants.TENANTS[1], 4 * share, 0.75)
+        assert 0 < told["refused"] < told["asked"]
+        assert governance_tenants.ask(sockets[0], governance_tenants.TENANTS[0], 4 * share, 0.25)["refused"] == 0

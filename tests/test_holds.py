@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import closing
 from pathlib import Path
@@ -187,9 +188,11 @@ def test_an_erasure_waits_for_the_hold(reopen: Callable[..., Store], held: Any, 
 
 def finished(store: Store, order: str) -> dict[str, Any]:
     """The state of an erasure that has begun, or will in a moment."""
+    until = time.monotonic() + WAIT_S
     told: dict[str, Any] = store.erasure(order)
-    while told["state"] in ("held", "unreadable"):
-        told = store.core.erasures.wait(order, WAIT_S)
+    while told["state"] in ("held", "unreadable") and time.monotonic() < until:
+        time.sleep(0.01)
+        told = store.core.erasures.wait(order, 1.0)
     return told
 
 

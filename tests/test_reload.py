@@ -26,6 +26,7 @@ from perdure.cli import main
 from perdure.errors import AccessDenied, AuditUnavailable, PolicyError, StorePathError
 from perdure.governance import audit_look
 from perdure.governance.audit import Event
+from perdure.governance.policy import load
 from perdure.testing.store import DENIED, FOUND, MISSING, REJECTED, STORED, chain, keyspace, read, write
 
 NO_PINS = '@id("no-pins")\nforbid (principal, action == Perdure::Action::"pin", resource);'
@@ -80,6 +81,14 @@ def test_what_is_open_follows(service: Callable[..., Reloaded]) -> None:
     assert [one.policy[0] for one in s.events()] == ["#"] * 3
     assert s.reload() == told | {"changed": False, "digest": s.guard.policies.digest}
     assert len(s.events()) == 3
+
+
+def test_what_was_opened_meanwhile_is_decided_anew_at_its_next_question(service: Callable[..., Reloaded]) -> None:
+    s = service()
+    space = keyspace(s.client("engine-a"))
+    (s.policy / "rules/own.cedar").write_text(NO_WRITES)
+    s.guard.adopt(load(s.policy), None)  # and nobody looks at what is open
+    assert space.write(chain(space, 1, 1), np.zeros((1, 8192), np.uint8)).statuses.tolist() == [REJECTED]
 
 
 def test_quotas_and_shares_follow(service: Callable[..., Reloaded]) -> None:

@@ -1,5 +1,5 @@
-"""`perdure bench governance`: what encryption and the audit log cost, each beside the same work without it, and how
-long it takes until nothing of a large tenant can be read.
+"""`perdure bench governance`: what encryption, the audit log and policy cost, tenants beside each other
+(`governance_tenants`), and how long it takes until nothing of a large tenant can be read.
 
 Contract: both sides take turns on stores with the same blocks; bytes do not compress. Cold: no DRAM tier, direct reads
 into the caller's memory. Warm: from the DRAM tier. The large tenant is `store_reopen`'s: records in the catalog that
@@ -20,7 +20,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from perdure.benchmarks import store_reopen, target
+from perdure.benchmarks import governance_tenants, store_reopen, target
 from perdure.benchmarks.harness import Measured, Report, Row, interleave, limit_row, machine, rate_row, row, size_name
 from perdure.benchmarks.progress import Progress
 from perdure.benchmarks.target import Bytes, Plan, WrongResult
@@ -143,13 +143,15 @@ def run(directory: os.PathLike[str] | str, *, quick: bool = False, json: bool = 
     base = Path(tempfile.mkdtemp(prefix="bench-", dir=directory))
     try:
         plan = target.plan_for(base, quick=quick)
+        tenants = governance_tenants.QUICK if quick else governance_tenants.FULL
         sizes = plan.block_bytes[:: len(plan.block_bytes) - 1] if quick else plan.block_bytes
         report = Report("Governance beside the same work without it", machine(base, quick=quick))
-        with Progress("bench governance", 2 + 4 * len(sizes), silent=json) as progress:
+        with Progress("bench governance", 5 + 4 * len(sizes), silent=json) as progress:
             progress.step("audit log")
             report.rows += _log_rows(base, plan.repetitions)
             progress.step(f"erasing {plan.catalog_blocks:,} blocks")
             report.rows.append(_erase_row(plan, base))
+            report.rows += governance_tenants.rows(base, tenants, progress.step)
             for block_bytes in sizes:
                 report.rows += _rows_of(plan, base, block_bytes, progress.step)
         return report

@@ -76,6 +76,7 @@ class Host:
         memory: int,
         listen: str = "",
         clients_max: int | None = None,
+        policy: Path | None = None,
     ):
         self._place = Path(tempfile.mkdtemp(prefix="perdure-bench-"))
         self._log = self._place / "log"
@@ -83,6 +84,8 @@ class Host:
         options = {"data": data, "capacity": CAPACITY_BYTES, "memory": memory, "socket": self.socket, "metrics": ""}
         if listen:
             options["listen"] = listen
+        if policy is not None:
+            options["policy"] = policy
         if clients_max is not None:
             options["clients-max"] = clients_max
         command = [sys.executable, "-c", _SERVE, "serve"]

@@ -12,8 +12,9 @@ Contract
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Final
@@ -52,6 +53,9 @@ _SESSION_VERBS: Final = {
     "handoff": "handoff", "adopt": "handoff", "pin": "pin", "release": "release", "prefetch": "read",
 }  # fmt: skip
 _NAMED: Final = ("name", "new_name")
+_NEVER: Final = math.inf
+_WRITES: Final = (m.Write, m.Put)
+_CHANGING: Final = frozenset({m.SessionAsk, m.Pin, m.Hint, m.Reserve, *_WRITES})
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,13 +88,9 @@ class Guard:
     """Of one service. encrypts: whether a tenant's new blocks are."""
 
     def __init__(
-        self,
-        store: Store,
-        policies: Policies,
-        *,
-        roots: Iterable[Path | str],
+        self, store: Store, policies: Policies, *, roots: Iterable[Path | str],
         encrypts: Callable[[str], bool] | None = None,
-    ):
+    ):  # fmt: skip
         """roots: directories, and the bucket, that the store's bytes lie in. encrypts: whether a tenant's new blocks
         are encrypted."""
         self.core, self.policies = store.core, policies
@@ -216,7 +216,7 @@ class Guard:
         """Decided now, for as long as the policy stays."""
         decided = self.policies.decide_all(who, tenant, SPACE_ACTIONS, self._where(tenant))
         allowed = frozenset(action for action, one in decided.items() if one.allowed)
-        return Capability(who.name, tenant, "", "", allowed, float("inf"), self.policies.stamp(tenant))
+        return Capability(who.name, tenant, "", "", allowed, _NEVER, self.policies.stamp(tenant))
 
     def _where(self, tenant: str) -> Where:
         return Where(self._roots, persistent=self._persistent, encrypted=self._encrypts(tenant))
@@ -257,19 +257,18 @@ class Guard:
             self.quotas.pinned(peer, peer.openings[question.space].document.tenant, reply.number)
         return shown(self.policies, self._owners, peer, question, reply), fds
 
-    @contextmanager
-    def entered(self, peer: Peer, question: Any) -> Iterator[None]:
+    def entered(self, peer: Peer, question: Any) -> AbstractContextManager[None]:
         """The question is being answered: under which policy, and for whom."""
         opening = self._opening(peer, question)
         if opening is None:
+            return nullcontext()
+        counted = self.quotas.entered(opening.document.tenant, question)
+        return counted if self.core.audit is None else self._acting(counted, peer, opening)
+
+    @contextmanager
+    def _acting(self, counted: AbstractContextManager[None], peer: Peer, opening: Opening) -> Iterator[None]:
+        with counted, acting(peer.who + opening.on_behalf, policy=opening.capability.policy):
             yield
-            return
-        with self.quotas.entered(opening.document.tenant, question):
-            if self.core.audit is None:
-                yield
-                return
-            with acting(peer.who + opening.on_behalf, policy=opening.capability.policy):
-                yield
 
     def refusal(self, peer: Peer, q: Any) -> m.Message | None:
         """None, or the answer to what may not be done; raises AccessDenied where the answer has no room for it. Bounds
@@ -299,44 +298,47 @@ class Guard:
             self.denials.note(peer.who + opening.on_behalf, capability.tenant, what, why, capability.policy)
 
     def _refusal(self, peer: Peer, q: Any) -> m.Message | None:
-        if isinstance(q, FREE):
+        action = _NEEDS.get(type(q))  # by type alone: this is asked for every batch
+        if action is None and isinstance(q, m.SessionAsk) and q.space >= 0:
+            action = _SESSION_VERBS.get(q.verb, "session")
+        opening = self._opening(peer, q)
+        if action is None or opening is None:
+            self._check_other(peer, q)
             return None
+        problem = self._problem(peer, opening, action)
+        if problem is not None:
+            return self._denied(peer, q, problem)
+        if type(q) in _CHANGING:
+            if isinstance(q, m.SessionAsk):
+                self._bound_session(opening, q)
+            self._bound_keys(peer, q)
+        problem = self.quotas.problem(peer, opening.document, q)  # last: what it lets through is counted
+        if problem is not None:
+            return self._denied(peer, q, problem)
+        if isinstance(q, _WRITES):
+            q.ttl_s = opening.document.ttl(q.ttl_s)
+        return None
+
+    def _check_other(self, peer: Peer, q: Any) -> None:
+        """What names no keyspace. Raises AccessDenied."""
+        if isinstance(q, FREE):
+            return
         if isinstance(q, m.EndLease):
             if not peer.holds(lease_of(q.lease)):
                 raise AccessDenied("the lease is not this client's")
-            return None
-        if isinstance(q, m.Region | m.Sync):
+        elif isinstance(q, m.Region | m.Sync):
             if isinstance(q, m.Region) and q.kind == "nixl":
                 raise AccessDenied("NIXL has no identities: a governed service moves no payload by it; use tcp://")
             if not peer.openings:
                 raise AccessDenied("open a keyspace first")
-            return None
-        if isinstance(q, m.SessionAsk) and q.space < 0:
+        elif isinstance(q, m.SessionAsk):
             self._administer(peer, q)
-            return None
-        if isinstance(q, m.Govern):
+        elif isinstance(q, m.Govern):
             self._governing(peer, q)
-            return None
-        if isinstance(q, m.Publication):
+        elif isinstance(q, m.Publication):
             self._publication(peer, q)
-            return None
-        opening = self._opening(peer, q)
-        if opening is None:
+        else:
             self._service_action(peer, "administer")
-            return None
-        action = _SESSION_VERBS.get(q.verb, "session") if isinstance(q, m.SessionAsk) else _NEEDS[type(q)]
-        problem = self._problem(peer, opening, action)
-        if problem is not None:
-            return self._denied(peer, q, problem)
-        if isinstance(q, m.SessionAsk):
-            self._bound_session(opening, q)
-        self._bound_keys(peer, q)
-        problem = self.quotas.problem(peer, opening.document, q)  # last: what it lets through is counted
-        if problem is not None:
-            return self._denied(peer, q, problem)
-        if isinstance(q, m.Write | m.Put):
-            q.ttl_s = opening.document.ttl(q.ttl_s)
-        return None
 
     def _denied(self, peer: Peer, q: Any, why: str) -> m.Message:
         answer = denial(q, why)  # raises AccessDenied
@@ -346,11 +348,7 @@ class Guard:
     def _bound_keys(self, peer: Peer, q: Any) -> None:
         """Nothing is done to other tenants' blocks. Raises AccessDenied."""
         told = q.fields.get("keys") if isinstance(q, m.SessionAsk) else getattr(q, "keys", None)
-        if not isinstance(told, bytes) or not isinstance(
-            q, m.SessionAsk | m.Pin | m.Hint | m.Reserve | m.Write | m.Put
-        ):
-            return
-        if (self._owners.of(keys_of(told), peer.space(q.space).tenant_id) == OTHER).any():
+        if isinstance(told, bytes) and (self._owners.of(keys_of(told), peer.space(q.space).tenant_id) == OTHER).any():
             raise AccessDenied("keys of blocks that are another tenant's")
 
     def _opening(self, peer: Peer, q: Any) -> Opening | None:
@@ -370,7 +368,7 @@ class Guard:
             assert who is not None
             decided = self.policies.decide(who, capability.tenant, action, self._where(capability.tenant))
             return f"the capability leaves out {action!r}" if decided.allowed else f"{action}: {decided.why}"
-        if self._now() >= capability.deadline_s:
+        if capability.deadline_s != _NEVER and self._now() >= capability.deadline_s:
             return "the capability is over; exchange a token and open the keyspace again"
         return None
 

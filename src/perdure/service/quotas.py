@@ -10,8 +10,8 @@ Contract
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any, Final
 
@@ -43,6 +43,25 @@ class Use:
     allotment: Allotment | None = None  # where other processes write for the tenant, too
 
 
+class Entered:
+    """While a question is being answered. Not a generator: this is done for every batch."""
+
+    __slots__ = ("_lock", "_q", "_use")
+
+    def __init__(self, lock: threading.Lock, use: Use, q: Any):
+        self._lock, self._use, self._q = lock, use, q
+
+    def __enter__(self) -> None:
+        with self._lock:
+            self._use.inflight += 1
+
+    def __exit__(self, *_: object) -> None:
+        use = self._use
+        with self._lock:
+            use.inflight -= 1
+            use.done_bytes += use.coming.pop(id(self._q), 0)
+
+
 class Quotas:
     def __init__(self, core: Core):
         self._core, self._now = core, core.clock.monotonic
@@ -52,18 +71,9 @@ class Quotas:
     def _use(self, tenant: str) -> Use:
         return self._uses.get(tenant) or self._uses.setdefault(tenant, Use())
 
-    @contextmanager
-    def entered(self, tenant: str, q: Any) -> Iterator[None]:
+    def entered(self, tenant: str, q: Any) -> Entered:
         """A question of the tenant's, which has no `problem`, is being answered."""
-        use = self._use(tenant)
-        with self._lock:
-            use.inflight += 1
-        try:
-            yield
-        finally:
-            with self._lock:
-                use.inflight -= 1
-                use.done_bytes += use.coming.pop(id(q), 0)
+        return Entered(self._lock, self._use(tenant), q)
 
     def problem(self, peer: Peer, document: Document, q: Any) -> str | None:
         """The bound that the question would pass, or None, and it is counted."""

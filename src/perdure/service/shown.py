@@ -22,6 +22,7 @@ from perdure.service.peers import Peer
 from perdure.service.verbs import Waiting
 
 ABSENT, MINE, OTHER = 0, 1, 2
+_SHOWN = frozenset({m.Status, m.Explain, m.ExplainPrefix, m.Lookup, m.Follow, m.Advise, m.Present})
 
 
 class Owners:
@@ -34,6 +35,11 @@ class Owners:
         """Per key whose the stored block is: ABSENT, MINE or OTHER."""
         core, owners = self._core, np.zeros(len(keys), np.uint8)
         segments = core.presence.segments_of(fingerprints(keys))
+        if len(keys) and segments[0] != NO_SEGMENT and (segments == segments[0]).all():  # as a rule
+            tenant = core.table.tenant(int(segments[0]))
+            if tenant:
+                owners[:] = MINE if tenant == tenant_id else OTHER
+                return owners
         stored = segments != NO_SEGMENT
         for ordinal in np.unique(segments).tolist() if stored.any() else ():
             tenant = b"" if ordinal == NO_SEGMENT else core.table.tenant(ordinal)
@@ -105,6 +111,8 @@ def denial(q: Any, why: str) -> m.Message:
 
 def shown(policies: Policies, owners: Owners, peer: Peer, q: Any, reply: m.Message | Waiting) -> m.Message | Waiting:
     """The answer without what is other tenants'."""
+    if type(q) not in _SHOWN:
+        return reply
     if isinstance(q, m.Status | m.Explain):
         who = peer.principal
         assert who is not None
