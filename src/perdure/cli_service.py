@@ -179,6 +179,17 @@ def explained_by_service(directory: Path, key: bytes) -> dict[str, Any] | None:
         return None
 
 
+def root_rows(roots: dict[str, Any]) -> list[tuple[str, str]]:
+    """What `perdure status` says of several roots."""
+    rows = [
+        (f"root {one['root']}", f"{one['path']}: {one['why'] or one['state']}, {one['free_bytes'] >> 30} GiB free")
+        for one in roots["list"]
+    ]
+    if roots["single_copies"]:
+        rows.append(("COPIES", f"{roots['single_copies']} retained segments have no second copy at hand"))
+    return rows
+
+
 @click.command("replace-root")
 @click.argument("directory", metavar="DIR", type=_PATH)
 @click.argument("number", type=int)
