@@ -179,8 +179,7 @@ class Store(Governing, Publishing):
         drop_index: bool,
         undo: contextlib.ExitStack,
     ) -> Core:
-        path, clock = self.path, self._catalogs.clock(seams.clock)
-        secret = directory.root_secret(path)
+        path, clock, secret = self.path, self._catalogs.clock(seams.clock), directory.root_secret(self.path)
         control = seams.control(self._catalogs.control())
         undo.callback(control.close)
         capacity_bytes = capacity_bytes_of(control, capacity, read_only)
