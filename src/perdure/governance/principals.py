@@ -58,6 +58,11 @@ class Principal(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     mode: str = "0600"
     spiffe: str = ""
 
+    @property
+    def way(self) -> tuple[str | int | None, ...]:
+        """How it connects."""
+        return self.socket, self.uid, self.gid, self.spiffe
+
 
 LOCAL: Final = Principal(name="local-operator", roles=("operator",))
 """Who connects to the service's main socket: for every tenant, as an operator."""

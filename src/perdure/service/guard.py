@@ -79,11 +79,6 @@ def _names(document: Document, who: Principal, subject: str) -> tuple[str, ...]:
     return (document.scope, *whose)
 
 
-def _way(who: Principal) -> tuple[Any, ...]:
-    """How it connects."""
-    return who.socket, who.uid, who.gid, who.spiffe
-
-
 class Guard:
     """Of one service. encrypts: whether a tenant's new blocks are."""
 
@@ -128,7 +123,7 @@ class Guard:
         """Whether a client may go on: it connects as it did, and keeps its keyspaces and the memory that it maps."""
         old = peer.principal
         new = None if old is None else self.policies.principals.get(old.name)
-        if old is None or new is None or _way(new) != _way(old):
+        if old is None or new is None or new.way != old.way:
             return False
         peer.principal = new
         for number, opening in enumerate(peer.openings):
