@@ -77,6 +77,7 @@ LAYERS = [
         "rates",
         "reading",
         "reports",
+        "roots",
         "reuse",
         "publication_form",
         "publication_verbs",

@@ -432,6 +432,7 @@ def _status_rows(answer: dict[str, Any]) -> list[tuple[str, str]]:
         block = f"{one['block_tokens']} tokens = {_size(one['block_bytes'])} per block"
         rows.append((f"model {one['model']}", f"tenant {one['tenant']}, {block}, keyspace {one['digest'][:16]}…"))
     rows.append(("pins", str(answer["pins"])))
+    rows += cli_service.root_rows(answer["roots"])
     if not answer["healthy"]:
         rows.append(("UNHEALTHY", "many blocks fail to verify: look at the disk; nothing is removed meanwhile"))
     if answer["expiry_paused"]:

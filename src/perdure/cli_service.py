@@ -55,6 +55,10 @@ _SWITCHES = (
 def _settings_options(command: Callable[..., None]) -> Callable[..., None]:
     for switch, text in reversed(_SWITCHES):
         command = click.option(switch, default=None, help=text)(command)
+    command = click.option(
+        "--root", "roots", metavar="DIR", multiple=True, callback=lambda _, __, given: given or None,
+        help="One more directory for segments, on a device of its own; as often as there are any.",
+    )(command)  # fmt: skip
     for option, metavar, text in reversed(_FLAGS):
         command = click.option(option, metavar=metavar, default=None, help=text)(command)
     return click.option("--config", type=_PATH, metavar="FILE", help="TOML file of settings.")(command)
@@ -175,4 +179,30 @@ def explained_by_service(directory: Path, key: bytes) -> dict[str, Any] | None:
         return None
 
 
-COMMANDS: tuple[click.Command, ...] = (serve, show_config, doctor, top)
+def root_rows(roots: dict[str, Any]) -> list[tuple[str, str]]:
+    """What `perdure status` says of several roots."""
+    rows = [
+        (f"root {one['root']}", f"{one['path']}: {one['why'] or one['state']}, {one['free_bytes'] >> 30} GiB free")
+        for one in roots["list"]
+    ]
+    if roots["single_copies"]:
+        rows.append(("COPIES", f"{roots['single_copies']} retained segments have no second copy at hand"))
+    return rows
+
+
+@click.command("replace-root")
+@click.argument("directory", metavar="DIR", type=_PATH)
+@click.argument("number", type=int)
+@click.argument("place", metavar="NEW_DIR", type=_PATH)
+def replace_root(directory: Path, number: int, place: Path) -> None:
+    """Put the empty NEW_DIR in the place of root NUMBER of the store in DIR, whose device is lost for good.
+
+    What was stored there only is given up; retained blocks are copied back from their other root. The store must not be
+    open."""
+    from perdure.roots import replace
+
+    replace(directory, number, place)
+    click.echo(f"root {number} of {directory} is now {place}, and empty; open the store to have it filled")
+
+
+COMMANDS: tuple[click.Command, ...] = (serve, show_config, doctor, top, replace_root)

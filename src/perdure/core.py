@@ -44,6 +44,7 @@ from perdure.keys import key_list
 from perdure.pool.dram import DramPool, Slot
 from perdure.presence import PresenceIndex
 from perdure.rates import Rates
+from perdure.segments.copies import Copies
 from perdure.segments.health import Health
 from perdure.segments.reader import SegmentReader
 from perdure.segments.reclaim import Reclaimer
@@ -223,6 +224,17 @@ class Unreadable:
             for name in names:
                 self._records.pop(name, None)
 
+    def all(self) -> tuple[KeyArray, RecordArray]:
+        with self._lock:
+            records = dict(self._records)
+        return as_keys(records), np.frombuffer(b"".join(records.values()), RECORD)
+
+    def forget(self, keys: KeyArray) -> None:
+        """They are given another try."""
+        with self._lock:
+            for key in keys:
+                self._records.pop(key.tobytes(), None)
+
     def __bool__(self) -> bool:
         return bool(self._records)
 
@@ -273,6 +285,7 @@ class Core:
     erasures: Any = None  # erasure.Erasures, likewise
     holds: Any = None  # holds.Holds, likewise
     publications: Any = None  # publications.Publications, likewise
+    copies: Copies | None = None  # of a store with several roots
 
     def __post_init__(self) -> None:
         self.pending = Pending()
@@ -315,6 +328,13 @@ class Core:
             return file.size()
         finally:
             file.close()
+
+    def set_aside(self, key: KeyArray, row: tuple[Any, ...]) -> None:
+        """A block in a root that is away: missing, and gives way to a new copy, until the root is back."""
+        self.unreadable.add(key.tobytes(), np.array([row], RECORD).tobytes())
+        self.presence.remove(fingerprints(key))
+        self.pool.drop(key)
+        self.counters.add(blocks_away=1)
 
     def count_space(self) -> None:
         for record in self.table.all():

@@ -7,6 +7,7 @@
     DIR/control/        control store (LMDB): the truth, fully synced
     DIR/index/          block index (LMDB): disposable, `perdure rebuild DIR` recreates it
     DIR/segments/       block data and segment indexes
+    DIR/mirrors/        of a store over several roots (see `roots`): second copies of other roots' segments
 
 Contract: nothing is created in a directory that is not empty and not a store; a store of a newer format is refused.
 """

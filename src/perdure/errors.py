@@ -31,6 +31,11 @@ class StorePathError(PerdureError, OSError):
     """The store's directory is missing, not a directory, or cannot be written."""
 
 
+class RootUnavailable(PerdureError, OSError):
+    """A directory that holds segments of the store is not there now (not mounted, another one is); what lies in it is
+    not lost. The message says which, and what to do."""
+
+
 class FormatError(PerdureError):
     """What lies on the disk is not a Perdure store, or was written by a newer format version."""
 

@@ -94,6 +94,7 @@ def status(core: Core) -> dict[str, Any]:
         "pins": len(core.control.pins()),
         "sessions": core.sessions.count(),
         "healthy": not core.health.sick,
+        "roots": {"list": [], "out": 0, "single_copies": 0} if core.copies is None else core.copies.status(),
         "clock_step_s": round(core.steady.step_s, 3),
         "expiry_paused": core.steady.paused,
         "rates_bytes_per_s": {

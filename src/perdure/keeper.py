@@ -1,5 +1,5 @@
 """The store's background threads: one opens up (rebuilds a lost index, indexes what a dead writer left, fills the
-presence index), one keeps house.
+presence index), one keeps house, and over several roots one tends them and the second copies.
 
 Contract
 - Serving never waits for them: until the store is opened up, negative answers fall through to the catalog.
@@ -44,6 +44,8 @@ class Keeper:
             threading.Thread(target=self._open_up, name="perdure-open", daemon=True),
             threading.Thread(target=self._run, name="perdure-keeper", daemon=True),
         ]
+        if core.copies is not None:
+            self._threads.append(threading.Thread(target=self._tend, name="perdure-roots", daemon=True))
 
     def start(self) -> None:
         if self._core.cold is not None:
@@ -87,6 +89,35 @@ class Keeper:
             if time.monotonic() >= chores_at:
                 chores_at = time.monotonic() + limits.recency_flush_s
                 self.chores()
+
+    def _tend(self) -> None:
+        """A thread of its own: copying segments takes longer than a publish may wait."""
+        while not self._stop.wait(limits.root_look_s):
+            self.attempt(self.tend_roots)
+
+    def tend_roots(self) -> None:
+        """Look at roots that were out of service, and complete and repair second copies."""
+        if self._core.copies is None:
+            return
+        if self._core.copies.roots.look():
+            self.readmit()
+        self._core.copies.tend(self._stop.is_set)
+
+    def readmit(self) -> None:
+        """A root is back in service: what could not be read is worth another try."""
+        core = self._core
+        keys, records = core.unreadable.all()
+        present, current = core.index.lookup(keys)
+        core.unreadable.forget(keys)
+        same = present & (current == records)
+        there = records[same]
+        core.presence.insert(
+            fingerprints(keys[same]),
+            segment=np.fromiter(map(core.table.ordinal, there["segment"].tolist()), np.uint32, len(there)),
+            recency=core.tick(),
+            expires_s=np.ascontiguousarray(there["expires_s"]),
+            only_absent=True,
+        )
 
     def _run_cold(self) -> None:
         while not self._stop.wait(limits.cold_check_s):

@@ -199,6 +199,12 @@ promotion_bytes_max: Final = 64 * MIB  # read from the object store and not yet 
 corrupt_window_s: Final = 60.0
 corrupt_removals_per_window_max: Final = 32
 corrupt_segments_per_window_max: Final = 4
+roots_entries_max: Final = 64
+roots_known_entries_max: Final = 262_144  # segments whose root is remembered; beyond, all are looked for again
+root_window_s: Final = 60.0
+root_errors_entries_max: Final = 3  # one more, and no new segment is put there
+root_quiet_s: Final = 30.0  # without an error, and with a probe that works: then it is back in service
+root_look_s: Final = 5.0  # how often directories that are away, or fail, are looked at again
 
 # --- audit ----------------------------------------------------------------------------------------------------
 audit_checkpoint_s: Final = 1.0  # what was appended since is not signed yet

@@ -3,32 +3,33 @@ is whole; and its roots."""
 
 from __future__ import annotations
 
-import contextlib
 import json
-import os
-from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 from perdure import limits
-from perdure.catalog.api import ControlStore
+from perdure.catalog.api import ControlStore, Durability
 from perdure.catalogs import Catalogs
 from perdure.core import INDEX_LOST_KEY, STORE_NAMESPACE, Core
 from perdure.errors import InvalidArgument
 from perdure.governance.audit import Event
 from perdure.inspect import keyspaces
-from perdure.io.api import Files
+from perdure.io.roots import Roots
 from perdure.options import parse_size
-from perdure.rates import PROBE_PATH
+from perdure.segments.copies import Copies
 
 _CAPACITY_DEFAULT = "20GiB"
 _SETTINGS_KEY = b"audited settings"
 
 
-def check_sharing(catalog: str | None, state: object) -> None:
+def check_sharing(catalog: str | None, state: object, roots: object) -> None:
     """Raises InvalidArgument."""
     if catalog is None and state is not None:
         raise InvalidArgument("state=...: only a store whose catalog is a cluster has a state directory of its own")
+    if catalog is not None and roots:
+        raise InvalidArgument(
+            f"roots={roots!r}: the processes that share a directory would have to agree on its roots, which is not "
+            "built yet; leave roots out, or leave `catalog` out"
+        )
 
 
 def capacity_bytes_of(control: ControlStore, capacity: int | str | None, read_only: bool) -> int:
@@ -99,23 +100,22 @@ def record_settings(core: Core, settings: dict[str, Any]) -> None:
         core.segments.keys.tell = tell
 
 
+def tend_copies(core: Core, roots: Roots | None) -> None:
+    """Over several roots: let second copies be tended, and ask only segments that have some for theirs."""
+    if roots is None:
+        return
+
+    def mirrored(segment: bytes) -> bool:
+        record = core.table.get(segment)
+        return record is None or record.durability == Durability.RETAINED
+
+    roots.mirrored = mirrored
+    core.copies = Copies(roots, core.segments, core.table, core.reader, core.engine, core.scratch, core.counters.add)
+
+
 def take_over(control: ControlStore, owner: bytes) -> None:
     """This process is the writer now: what the one before it held has ended."""
     before = control.get(STORE_NAMESPACE, b"owner")
     if before is not None:
         control.end_owner(before)
     control.compare_and_set(STORE_NAMESPACE, b"owner", before, owner)
-
-
-def roots_of(
-    files: Callable[[str], Files], path: Path, mirror: str | os.PathLike[str] | None, read_only: bool
-) -> list[Files]:
-    roots = [files(str(path))]
-    if not read_only:
-        with contextlib.suppress(OSError):
-            roots[0].unlink(PROBE_PATH)  # left by a process that was killed while probing
-    if mirror is not None:
-        if not read_only:
-            Path(mirror).mkdir(mode=0o700, parents=True, exist_ok=True)
-        roots.append(files(str(mirror)))
-    return roots

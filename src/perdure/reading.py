@@ -21,7 +21,7 @@ from perdure import limits
 from perdure.buffers import Parts, copy_parts
 from perdure.catalog.api import RECORD, Durability, KeyArray, SegmentRecord, as_keys, fingerprints
 from perdure.core import Core
-from perdure.errors import CatalogError, CatalogUnavailable
+from perdure.errors import CatalogError, CatalogUnavailable, RootUnavailable
 from perdure.governance.audit import AuditLog, Event
 from perdure.keys import key_domain, key_list
 from perdure.reports import ReadReport
@@ -278,6 +278,9 @@ def _quarantine(core: Core, plan: Plan) -> list[int]:
         row, status = plan.rows[place], plan.statuses[place]
         if present[number] and current[number].item() != row:
             moved.append(place)
+        elif isinstance(plan.unread.get(place), RootUnavailable):
+            plan.statuses[place] = BlockStatus.MISSING
+            core.set_aside(keys[number : number + 1], row)
         elif status in (BlockStatus.CORRUPT, BlockStatus.MISSING):
             owner = _segment_now(core, row[_SEGMENT])
             unread = place in plan.unread

@@ -15,10 +15,9 @@ from __future__ import annotations
 import atexit
 import contextlib
 import os
-import shutil
 import struct
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
@@ -43,6 +42,8 @@ from perdure.io.api import Engine, Files
 from perdure.io.files import PosixFiles
 from perdure.io.memory import Scratch
 from perdure.io.objects import Objects, ObstoreObjects
+from perdure.io.root_files import NotingEngine
+from perdure.io.roots import Roots
 from perdure.keeper import CLOCK_KEY, Keeper
 from perdure.keys import KeyspaceIdentity, KVLayout
 from perdure.keyspace import Keyspace
@@ -51,9 +52,9 @@ from perdure.opening import (
     check_sharing,
     index_lost_of,
     record_settings,
-    roots_of,
     segment_bytes_of,
     take_over,
+    tend_copies,
 )
 from perdure.options import parse_size, refuse_unknown
 from perdure.pool.dram import DramPool
@@ -62,6 +63,7 @@ from perdure.presence import PresenceIndex
 from perdure.publications import Publications, Publishing
 from perdure.publishing import flush_pending
 from perdure.rates import Rates
+from perdure.roots import namespaces, total_bytes
 from perdure.segments.health import Health
 from perdure.segments.moving import Mover
 from perdure.segments.reader import SegmentReader
@@ -78,7 +80,7 @@ _CALL_THREADS = 4
 _INDEX_BYTES_PER_PAGE = 0.1  # address space for the index: capacity in pages times this, generously
 _FILL_WAIT_S = 30.0
 _OPTIONS = (
-    "capacity", "memory", "read_only", "mirror", "admission", "codec", "catalog", "state",
+    "capacity", "memory", "read_only", "mirror", "roots", "admission", "codec", "catalog", "state",
     "audit", "encryption", "kek", "cold", "cold_capacity", "seams",
 )  # fmt: skip
 
@@ -115,6 +117,7 @@ class Store(Governing, Publishing):
         audit: str | bool = "auto",
         encryption: str = "auto",
         kek: str = "",
+        roots: Sequence[str | os.PathLike[str]] | None = None,
         cold: str | None = None,
         cold_capacity: int | str | None = None,
         drop_index: bool = False,
@@ -126,7 +129,7 @@ class Store(Governing, Publishing):
         self._closed: str | None = None
         self._spaces: dict[bytes, Keyspace] = {}
         memory_bytes = parse_size(memory, "memory")
-        check_sharing(catalog, state)
+        check_sharing(catalog, state, roots)
         identity = directory.prepare(self.path, create=not read_only, clock=seams.clock, catalog=kind_of(catalog))
         with contextlib.ExitStack() as undo:
             self._lock, place = None, self.path
@@ -138,19 +141,18 @@ class Store(Governing, Publishing):
                 except StorePathError:
                     raise
                 except OSError as error:
-                    raise StorePathError(
-                        f"{self.path}: cannot be written ({error}); check owner, mode, mount"
-                    ) from error
+                    why = f"{self.path}: cannot be written ({error}); check owner, mode, mount"
+                    raise StorePathError(why) from error
                 undo.callback(self._lock.close)
             self._catalogs = open_catalogs(catalog, self.path, identity, read_only=read_only)
             undo.callback(self._catalogs.close)
-            self._core = self._assemble(identity, capacity, memory_bytes, read_only, mirror, seams, drop_index, undo)
+            places = partial(namespaces, self.path, identity, mirror=mirror, given=roots, read_only=read_only,
+                            files=seams.files, clock=seams.clock.boottime)  # fmt: skip
+            self._core = self._assemble(identity, capacity, memory_bytes, read_only, places, seams, drop_index, undo)
             self._catalogs.watch(self._core.waiters)
             if not read_only:
-                self._core.audit = open_log(
-                    place, identity.store, self._core.root_secret, seams.clock.wall, audit,
-                    one_of_many=self._catalogs.shared,
-                )  # fmt: skip
+                self._core.audit = open_log(place, identity.store, self._core.root_secret, seams.clock.wall, audit,
+                                            one_of_many=self._catalogs.shared)  # fmt: skip
             if self._core.audit is not None:
                 undo.callback(self._core.audit.close)
                 record_settings(self._core, {"mirror": mirror and str(mirror), "kek": kek, "catalog": kind_of(catalog)})
@@ -172,13 +174,12 @@ class Store(Governing, Publishing):
         capacity: int | str | None,
         memory_bytes: int,
         read_only: bool,
-        mirror: str | os.PathLike[str] | None,
+        place: Callable[[], tuple[Sequence[Files], Roots | None]],
         seams: Seams,
         drop_index: bool,
         undo: contextlib.ExitStack,
     ) -> Core:
-        path, clock = self.path, self._catalogs.clock(seams.clock)
-        secret = directory.root_secret(path)
+        path, clock, secret = self.path, self._catalogs.clock(seams.clock), directory.root_secret(self.path)
         control = seams.control(self._catalogs.control())
         undo.callback(control.close)
         capacity_bytes = capacity_bytes_of(control, capacity, read_only)
@@ -191,21 +192,22 @@ class Store(Governing, Publishing):
         sharing = self._catalogs.sharing(control, clock, table)
         if not read_only and not shared:
             take_over(control, sharing.owner)
-        roots = roots_of(seams.files, path, mirror, read_only)
+        places, roots = place()
         cold = cold_tier.choice_of(control, table, *self._cold, read_only)
         keys = self._open_keys(path, secret, read_only)
-        segments = SegmentStore(roots, secret, keys)
+        segments = SegmentStore(places, secret, keys)
         if not read_only and not shared:
             # a file without a record, too: of a control store that is older than it, nothing may be made unreadable
             keys.tidy(lambda segment: table.get(segment) is not None or segments.exists(segment))
         undo.callback(segments.close)
-        tenants = Tenants(roots[0], keys, control, secret, read_only=read_only)
+        tenants = Tenants(places[0], keys, control, secret, read_only=read_only)
         engine, scratch, pool = cold_tier.engine_for(cold, seams.engine()), Scratch(), seams.pool(memory_bytes)
+        engine = engine if roots is None else NotingEngine(engine)
         undo.callback(engine.close)
         undo.callback(pool.close)
         cores = len(os.sched_getaffinity(0))
         # On a disk smaller than the capacity, too, reclaim needs a choice of segments.
-        segment_bytes = segment_bytes_of(min(capacity_bytes, shutil.disk_usage(path).total))
+        segment_bytes = segment_bytes_of(min(capacity_bytes, total_bytes(path, roots)))
         space = SpaceBudget(capacity_bytes, kept_back_bytes(capacity_bytes, segment_bytes))
         presence, pins = PresenceIndex(), Pins(control, clock, sharing.owner, shared=shared)
         seen = control.get(STORE_NAMESPACE, CLOCK_KEY)
@@ -221,13 +223,14 @@ class Store(Governing, Publishing):
         )  # fmt: skip
         core = Core(
             path=path, identity=identity, read_only=read_only, owner=sharing.owner, root_secret=secret, clock=clock,
-            steady=steady, files=roots[0], engine=engine, scratch=scratch, index=index, control=control, table=table,
+            steady=steady, files=places[0], engine=engine, scratch=scratch, index=index, control=control, table=table,
             segments=segments, space=space, presence=presence, pool=pool, reader=reader, writer=writer,
             reclaimer=reclaimer, recovery=recovery, health=Health(clock),
             sharing=sharing, tenants=tenants, pins=pins, incidents=Incidents(control, steady.now), rates=Rates(),
             workers=ThreadPoolExecutor(cores, thread_name_prefix="perdure-codec"),
             calls=ThreadPoolExecutor(_CALL_THREADS, thread_name_prefix="perdure-call"), index_lost=index_lost,
         )  # fmt: skip
+        tend_copies(core, roots)
         core.count_space()
         cold_tier.attach(core, cold, mover, seams.objects)
         if not read_only:
@@ -368,6 +371,8 @@ def open(path: str | os.PathLike[str], **options: Any) -> Store:  # noqa: A001 (
     memory: bytes or text: DRAM tier of this process ("256MiB"); 0 switches it off.
     read_only: look and read beside a writer; nothing is changed.
     mirror: second directory, for `retained` durability.
+    roots: more directories for segments, one per device; those from the last time are kept. A new block goes where most
+    space is free, a `retained` one into two of them.
     admission: which blocks are worth storing: "always", "never", "value" (by expected value, learned; `ValueAdmission`
     with other prices), or a function (`AdmissionRequest` -> mask). codec: default of keyspaces ("auto", "on", "off").
     catalog: "valkey://h1,h2,h3" for a Valkey Cluster in place of LMDB in the directory; see `perdure.catalogs`.
@@ -387,8 +392,7 @@ def open(path: str | os.PathLike[str], **options: Any) -> Store:  # noqa: A001 (
     check(options.get("admission"))
     chosen: Mapping[str, Any] = {
         "capacity": None, "memory": "256MiB", "read_only": False, "mirror": None, "admission": "always",
-        "codec": "auto", "catalog": None, "state": None, "audit": "auto", "encryption": "auto", "kek": "",
-        "cold": None, "cold_capacity": None,
+        "codec": "auto", "catalog": None, "state": None,
     } | options  # fmt: skip
     return Store(path, **{"seams": Seams(), **chosen})
 

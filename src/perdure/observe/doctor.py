@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
+import json
 import mmap
 import os
 import platform
@@ -186,6 +187,23 @@ def _saved_clock(directory: Path) -> float | None:
     return float(struct.unpack("<d", seen)[0]) if seen else None
 
 
+def _roots(subject: Subject) -> Iterator[Check]:
+    from perdure.directory import MARK
+    from perdure.roots import absence, known
+
+    numbers = known(subject.directory)
+    store = json.loads((subject.directory / MARK).read_text())["store"] if numbers else ""
+    for number, where in sorted(numbers.items()):
+        why = absence(where, store, number)
+        if why:
+            todo = f"if its device is lost for good: perdure replace-root {subject.directory} {number} EMPTY_DIR"
+            yield Check(f"root {number}", "bad", why, todo)
+        elif not os.access(where, os.W_OK | os.X_OK):
+            yield Check(f"root {number}", "bad", f"{where}: cannot be written", "give it to the service's user")
+        else:
+            yield Check(f"root {number}", "ok", f"{where}: {_size(shutil.disk_usage(where).free)} free")
+
+
 # --- limits of the process
 
 
@@ -341,8 +359,8 @@ def _machine(_: Subject) -> Iterator[Check]:
 
 
 CHECKS: Final = (
-    _direct_io, _file_system, _free_disk, _memory, _cgroup_memory, _open_files, _locked_memory, _huge_pages, _kernel,
-    _async_io, _clock, _machine,
+    _direct_io, _file_system, _free_disk, _roots, _memory, _cgroup_memory, _open_files, _locked_memory, _huge_pages,
+    _kernel, _async_io, _clock, _machine,
 )  # fmt: skip
 
 

@@ -44,6 +44,8 @@ GAUGES: Final = {  # name -> (path in Server.status(), meaning)
     "perdure_presence_keys": ("store.presence.keys", "keys in the presence index"),
     "perdure_presence_bytes": ("store.presence.bytes", "memory of the presence index"),
     "perdure_healthy": ("store.healthy", "0 while many blocks fail to verify: look at the disk"),
+    "perdure_roots_out": ("store.roots.out", "roots that are away (not mounted), or fail and get no new segments"),
+    "perdure_single_copies": ("store.roots.single_copies", "retained segments without two copies at hand"),
     "perdure_expiry_paused": ("store.expiry_paused", "1 while the wall clock cannot be trusted"),
     "perdure_clock_step_seconds": ("store.clock_step_s", "how far the wall clock is from where it should be"),
     "perdure_cold_bytes": ("store.cold.bytes", "what segments in the cold tier take"),
@@ -70,6 +72,9 @@ COUNTERS: Final = {  # the same, for what only grows
     "perdure_background_errors": ("store.counters.keeper_errors", "background work that failed and is tried again"),
     "perdure_file_system_full": ("store.counters.file_system_full", "writes that met a full file system"),
     "perdure_recovered_segments": ("store.counters.segments_recovered", "segments left open by a killed process"),
+    "perdure_repaired_blocks": ("store.counters.mirror_records_repaired", "bad records made good from another root"),
+    "perdure_mirrored_segments": ("store.counters.mirror_copies_made", "second copies made in the background"),
+    "perdure_away_blocks": ("store.counters.blocks_away", "blocks asked for in a root that was away"),
     "perdure_quarantined_blocks": (
         "store.counters.quarantine_withheld", "corrupt blocks that were kept because too many failed at once"
     ),

@@ -23,7 +23,7 @@ from cryptography.exceptions import InvalidTag
 
 from perdure import codecs, limits
 from perdure.buffers import Parts, all_aligned, copy_parts
-from perdure.errors import KeyDestroyed, KeyUnavailable
+from perdure.errors import KeyDestroyed, KeyUnavailable, RootUnavailable
 from perdure.io.api import Engine, File, IOClass, Request, ShortTransfer
 from perdure.io.memory import Scratch
 from perdure.io.objects import ObjectFile, ObjectStoreError
@@ -72,6 +72,7 @@ class SegmentReader:
         """Fill `plan.statuses`, and `plan.problems` for what is corrupt or missing on the disk."""
         rows = plan.rows
         self._pass(plan, sorted(range(len(rows)), key=lambda at: (rows[at][SEGMENT], rows[at][OFFSET])), root=None)
+        first, away = list(plan.problems), dict[int, OSError]()
         for root in range(len(self._segments.roots) - 1, -1, -1):
             again = [position for position in sorted(plan.problems) if plan.statuses[position] != LATE]
             if again:
@@ -80,6 +81,14 @@ class SegmentReader:
                     del plan.problems[position]
                     plan.unread.pop(position, None)
                 self._pass(plan, again, root=root)
+                away |= {at: error for at, error in plan.unread.items() if isinstance(error, RootUnavailable)}
+        plan.unread |= {at: error for at, error in away.items() if at in plan.problems}  # its other copy may be good
+        if first and len(self._segments.roots) > 1:
+            self._segments.note_suspects({rows[at][SEGMENT] for at in first if plan.statuses[at] == FOUND})
+
+    def read_copy(self, plan: Plan, root: int) -> None:
+        """As `read`, from one root only, each block once."""
+        self._pass(plan, list(range(len(plan.rows))), root=root)
 
     # --- one pass over the disk
     def _pass(self, plan: Plan, order: list[int], root: int | None) -> None:

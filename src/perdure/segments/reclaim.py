@@ -279,6 +279,7 @@ class Reclaimer:
         emptied = False
         try:
             entries = self._entries(victim.segment)  # none if a process died after it had deleted the file
+            self._segments.check_deletable(victim.segment)
             if victim.state is not SegmentState.DRAINING:
                 self._table.drain(victim)
             if not self.keep(victim, entries, hotter_than):

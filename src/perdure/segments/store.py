@@ -1,10 +1,11 @@
-"""Segment files under one or two roots: names, handles, write-once indexes. POSIX directories.
+"""Segment files and their second copies: names, handles, write-once indexes. POSIX directories.
 
 Contract
 - A segment id is used once, ever; a file is created O_EXCL by its one writer and deleted as a whole.
 - Readers share descriptors, kept open in a bounded LRU. A deleted segment's descriptor stays valid until its last
   reader lets go; a reader that comes later gets FileNotFoundError, never other bytes.
-- The second root, where there is one, holds the same file under the same name (`retained` durability).
+- The second namespace, where there is one, holds the same file under the same name (`retained` durability): a mirror
+  directory, or second copies in other roots (`io.roots`).
 - With a cold tier, a segment whose record says so is opened there; its index stays on the disk.
 - Never: recycling a name or an extent, writing to a segment that another writer created.
 """
@@ -21,7 +22,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from perdure import limits
-from perdure.errors import FormatError, KeyUnavailable
+from perdure.errors import FormatError, KeyUnavailable, RootUnavailable
 from perdure.governance.keystore import Keystore, SegmentKey
 from perdure.io.api import File, Files
 from perdure.keys import key_domain
@@ -64,6 +65,7 @@ class SegmentStore:
         self._handles: OrderedDict[bytes, _Handle] = OrderedDict()
         self._secrets: dict[bytes, bytes] = {}
         self._deletions = 0
+        self._suspects: set[bytes] = set()
         self._lock = threading.Lock()
 
     def secret(self, segment: bytes) -> bytes:
@@ -94,6 +96,10 @@ class SegmentStore:
                 root.unlink(segment_path(segment))
             raise
         return files
+
+    def room_elsewhere(self, nbytes: int) -> bool:
+        """A root is full: whether a new segment would find room in another one."""
+        return len(self.roots) > 1 and self.roots[0].free_bytes() >= nbytes
 
     def acquire(self, segment: bytes) -> File:
         """Shared handle for reading; give it back with `release`. Raises OSError (FileNotFoundError: it is gone)."""
@@ -192,12 +198,32 @@ class SegmentStore:
                 root.sync_directory(segment_path(segment).rpartition("/")[0])
 
     def exists(self, segment: bytes) -> bool:
-        """Whether a root has its file. Raises OSError."""
+        """Whether a root has its file, or may have it, being away. Raises OSError."""
         for root in self.roots:
-            with contextlib.suppress(FileNotFoundError):
+            try:
                 root.open(segment_path(segment)).close()
+            except FileNotFoundError:
+                continue
+            except RootUnavailable:
                 return True
+            return True
         return False
+
+    def check_deletable(self, segment: bytes) -> None:
+        """Raises OSError while a copy is where it cannot be removed."""
+        for root in self.roots if len(self.roots) > 1 else ():
+            with contextlib.suppress(FileNotFoundError):
+                root.open(segment_path(segment), write=True).close()
+
+    def note_suspects(self, segments: set[bytes]) -> None:
+        """A block in each could be read from its second copy only."""
+        with self._lock:
+            self._suspects |= segments
+
+    def take_suspects(self) -> set[bytes]:
+        with self._lock:
+            suspects, self._suspects = self._suspects, set()
+            return suspects
 
     def forget(self, segment: bytes) -> None:
         """Its file goes: let go of the shared handle, whose bytes would stay on the disk."""

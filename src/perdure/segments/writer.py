@@ -104,8 +104,10 @@ class SegmentWriter:
             try:
                 for file in current.files:
                     file.allocate(have, want - have)
-            except OSError:
+            except OSError as error:
                 self._space.settle(current.segment, have)
+                if error.errno == errno.ENOSPC and self._segments.room_elsewhere(2 * want):
+                    return False
                 raise
             with self._lock:
                 current.allocated_bytes = want

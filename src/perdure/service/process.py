@@ -35,6 +35,7 @@ from perdure.observe import logs
 from perdure.observe.doctor import Subject, pool_bytes_advised, pool_bytes_max
 from perdure.observe.endpoint import Endpoint
 from perdure.observe.metrics import Metrics
+from perdure.roots import known
 from perdure.segments.landing import BlockStatus
 from perdure.service.guard import Guard
 from perdure.service.server import Server, shared_pool
@@ -75,7 +76,7 @@ def build_guard(store: stores.Store, settings: Settings) -> Guard | None:
     if settings.policy is None:
         return None
     core = store.core
-    roots: list[Path | str] = [store.path, *([settings.mirror] if settings.mirror else [])]
+    roots: list[Path | str] = [store.path, *([settings.mirror] if settings.mirror else []), *known(store.path).values()]
     if core.cold is not None:
         roots.append(core.cold.tier.objects.where)
     secret, keys = core.root_secret, core.segments.keys
@@ -106,8 +107,8 @@ def run(
         store = stores.open(
             data, capacity=settings.capacity, memory=settings.memory, mirror=settings.mirror, codec=settings.codec,
             admission=settings.admission, audit=settings.audit, encryption=settings.encryption, kek=settings.kek,
-            catalog=settings.catalog or None, state=settings.state_dir, cold=settings.cold,
-            cold_capacity=settings.cold_capacity,
+            catalog=settings.catalog or None, state=settings.state_dir, roots=settings.roots or None,
+            cold=settings.cold, cold_capacity=settings.cold_capacity,
             seams=stores.Seams(pool=lambda nbytes: shared_pool(nbytes, huge=settings.hugepages)),
         )  # fmt: skip
         with contextlib.ExitStack() as started:

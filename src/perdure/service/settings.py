@@ -13,6 +13,7 @@ Contract
 from __future__ import annotations
 
 import difflib
+import os
 import re
 import tomllib
 from collections.abc import Mapping
@@ -25,6 +26,7 @@ from pydantic_settings import (
     BaseSettings,
     EnvSettingsSource,
     InitSettingsSource,
+    NoDecode,
     PydanticBaseSettingsSource,
     SettingsConfigDict,
 )
@@ -111,6 +113,16 @@ def _path(value: Any) -> Any:
     return None if value == "" else value
 
 
+def _paths(value: Any) -> Any:
+    """One text from the environment, a list from a file or from flags."""
+    given = value.split(os.pathsep) if isinstance(value, str) else value
+    if any(one == "" or (isinstance(one, str) and "\0" in one) for one in given):
+        if not isinstance(value, str) or value:
+            raise ValueError("an empty path")
+        return ()
+    return given
+
+
 def _cold(value: Any) -> Any:
     if value in ("off", "drop", "", None):
         return value or None
@@ -121,6 +133,7 @@ _Size = Annotated[int | None, BeforeValidator(_optional_size)]
 _Memory = Annotated[int, BeforeValidator(_size)]
 _Address = Annotated[str, BeforeValidator(_address)]
 _File = Annotated[Path | None, BeforeValidator(_path)]
+_Paths = Annotated[tuple[Path, ...], NoDecode, BeforeValidator(_paths)]
 _Cold = Annotated[str | None, BeforeValidator(_cold)]
 _Catalog = Annotated[str, BeforeValidator(_catalog)]
 _Cpus = Annotated[str, BeforeValidator(_cpus)]
@@ -156,6 +169,10 @@ class Settings(BaseSettings):
         default=False, description="metrics may be reachable from other machines; write true or false"
     )
     mirror: _File = Field(None, description="second directory, for retained blocks; write a path")
+    roots: _Paths = Field(
+        (), description="more directories for segments, one per device (none: as last time); write paths, in the "
+        f"environment with {os.pathsep!r} between them",
+    )  # fmt: skip
     cold: _Cold = Field(
         None, description="bucket for segments that the disk has no room for (none: as last time, at first off); "
         "write s3://BUCKET/PREFIX, off or drop",
