@@ -13,6 +13,7 @@ from support.tiny_models import llm, prompt
 
 from perdure.testing.transport import ServiceProcess
 from perdure.testing.vllm_offline import OfflineEngine
+from perdure.testing.vllm_process import tiering
 
 pytestmark = [needs_vllm, pytest.mark.slow]
 
@@ -76,6 +77,23 @@ def test_two_tensor_ranks_restore_exactly(
     with offline(llm("llama", models, block_size=32), transfer=patient) as third:
         [other] = third.generate([tokens], max_tokens=TOKENS)
     assert other.cached_tokens == 0
+
+
+def test_beside_another_connector(offline: Callable[..., OfflineEngine], service: ServiceProcess, models: Path) -> None:
+    """In vLLM's MultiConnector with its own offloading, whose memory ends with the engine."""
+    own = transfer(service, **PATIENT)
+    both = own | {
+        "kv_connector": "MultiConnector", "kv_connector_module_path": None,
+        "kv_connector_extra_config": {"connectors": [own, tiering()]},
+    }  # fmt: skip
+    arguments, tokens = llm("llama", models, block_size=32), prompt(700, 5)
+    with offline(arguments, transfer=both) as first:
+        [cold] = first.generate([tokens], max_tokens=TOKENS)
+        wait_stored(service, 21)
+    with offline(arguments, transfer=both) as second:
+        [restored] = second.generate([tokens], max_tokens=TOKENS)
+    assert restored.cached_tokens == 672
+    assert same(cold, restored)
 
 
 def test_prompts_of_embeddings(offline: Callable[..., OfflineEngine], service: ServiceProcess, models: Path) -> None:

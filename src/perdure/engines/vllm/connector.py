@@ -16,6 +16,7 @@ from typing import Any, TypeVar
 
 import torch
 from vllm.distributed.kv_transfer import get_kv_transfer_group, has_kv_transfer_group
+from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorBase_V1,
     KVConnectorMetadata,
@@ -267,3 +268,7 @@ def _scales(layers: Iterable[Any]) -> str:
     """Digest of the layers' static KV scales."""
     values = [[float(getattr(one, name, 1.0)) for name in ("_k_scale_float", "_v_scale_float")] for one in layers]
     return hashlib.sha256(repr(values).encode()).hexdigest()[:32]
+
+
+# MultiConnector finds the class of its children's statistics by this name alone.
+KVConnectorFactory.register_connector("PerdureConnector", "perdure.engines.vllm", "PerdureConnector")
