@@ -215,6 +215,11 @@ class SegmentStore:
             with contextlib.suppress(FileNotFoundError):
                 root.open(segment_path(segment), write=True).close()
 
+    def check_mounted(self) -> None:
+        """A file is missing: raises OSError if the whole store is, for then that says nothing about the file."""
+        if not self.roots[0].list("segments"):
+            raise OSError(errno.ESTALE, "no segments at all: the file system is not mounted")
+
     def note_suspects(self, segments: set[bytes]) -> None:
         """A block in each could be read from its second copy only."""
         with self._lock:
