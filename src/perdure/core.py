@@ -326,6 +326,8 @@ class Core:
             return record.allocated_bytes
         try:
             return file.size()
+        except OSError:
+            return record.allocated_bytes
         finally:
             file.close()
 

@@ -289,6 +289,7 @@ def _quarantine(core: Core, plan: Plan) -> list[int]:
             # Expected, not signs of a bad disk: the segment was given up, or a power cut took what was never fsynced.
             given_up = owner is None and _is_gone(core, row[_SEGMENT])
             cut = row[_DURABILITY] == Durability.EPHEMERAL and owner is not None and owner.boot_id != boot_id
+            cut &= not core.sharing.shared  # another host's boot is always another one
             lost = (given_up or cut or _is_shredded(core, row)) and not unread
             if lost:
                 plan.statuses[place] = BlockStatus.MISSING

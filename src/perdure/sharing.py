@@ -215,7 +215,7 @@ class Among:
         while not self._stop.wait(limits.cluster_beat_s):
             try:
                 self.beat()
-            except CatalogError:
+            except (CatalogError, OSError):  # whatever it is: a lease that nobody renews is the end of all writes
                 assert self._core is not None
                 self._core.counters.add(catalog_errors=1)
 

@@ -91,6 +91,7 @@ class Recovery:
         try:
             return self.scan(segment)[0]
         except FileNotFoundError:
+            self._segments.check_mounted()
             return np.zeros(0, fmt.INDEX_ENTRY)
 
     def is_gone(self, segment: bytes) -> bool:
@@ -98,6 +99,7 @@ class Recovery:
         try:
             self._segments.reopen(segment).close()
         except FileNotFoundError:
+            self._segments.check_mounted()
             return True
         return False
 
@@ -115,6 +117,7 @@ class Recovery:
         try:
             entries, size = self.scan(segment)
         except FileNotFoundError:  # died between control record and file; its key may be there
+            self._segments.check_mounted()
             self._segments.delete(segment)
             self._table.delete(segment)
             return None

@@ -215,6 +215,15 @@ class SegmentStore:
             with contextlib.suppress(FileNotFoundError):
                 root.open(segment_path(segment), write=True).close()
 
+    def check_mounted(self) -> None:
+        """A file is missing: raises OSError if the whole store is, for then that says nothing about the file."""
+        if self.roots[0].list("segments"):
+            return
+        try:
+            self.roots[0].read("perdure.json")
+        except FileNotFoundError:
+            raise OSError(errno.ESTALE, "neither segments nor perdure.json: the file system is not mounted") from None
+
     def note_suspects(self, segments: set[bytes]) -> None:
         """A block in each could be read from its second copy only."""
         with self._lock:

@@ -40,6 +40,7 @@ class SegmentTable:
         self._changes = 0
         self._changed_at: dict[bytes, int] = {}  # segment -> number of its last change by this process
         self._again: set[bytes] = set()  # to be asked for at the next refresh
+        self._untold: set[bytes] = set()  # seen by `find` to be other than before; `refresh` has not told it
         found = {record.segment: record for record in control.segments()} if news is None else news(())
         for segment, record in found.items():
             self._set(segment, record)
@@ -85,6 +86,8 @@ class SegmentTable:
         record = self._records.get(segment)
         if self._news is not None and (record is None or fresh):
             record = self._control.get_segment(segment)
+            if record != self._records.get(segment):
+                self._untold.add(segment)
             self._note(segment, record)
         return record
 
@@ -107,7 +110,8 @@ class SegmentTable:
             for segment, record in found.items():
                 if segment in self._changed_at:  # by this process meanwhile: which of the two came first is not known
                     self._again.add(segment)
-                elif record != self._records.get(segment):
+                elif record != self._records.get(segment) or segment in self._untold:
+                    self._untold.discard(segment)
                     self._set(segment, record)
                     if record is None:
                         gone.append(segment)

@@ -41,6 +41,7 @@ class Use:
     done_bytes: int = 0  # written since, at most
     coming: dict[int, int] = field(default_factory=dict)  # being written: bytes by question
     allotment: Allotment | None = None  # where other processes write for the tenant, too
+    asking: threading.Lock = field(default_factory=threading.Lock)  # for more of it
 
 
 class Entered:
@@ -114,14 +115,17 @@ class Quotas:
         return True
 
     def _fits(self, use: Use, number: int, nbytes: int, most: int, tenant_id: bytes) -> bool:
-        with self._lock:
-            if self._core.sharing.shared:
-                use.allotment = use.allotment or Allotment(self._core, tenant_id)
-                unpublished = self._pending_bytes(tenant_id) + sum(use.coming.values())
-                if use.allotment.take(nbytes, most, unpublished):
+        if self._core.sharing.shared:
+            with use.asking:  # not the lock of all tenants: the cluster may be slow
+                with self._lock:
+                    use.allotment = use.allotment or Allotment(self._core, tenant_id)
+                    unpublished = self._pending_bytes(tenant_id) + sum(use.coming.values())
+                if not use.allotment.take(nbytes, most, unpublished):
+                    return False
+                with self._lock:
                     use.coming[number] = nbytes
-                    return True
-                return False
+                return True
+        with self._lock:
             for _ in range(2):
                 if use.seen_bytes + use.done_bytes + sum(use.coming.values()) + nbytes <= most and use.seen_bytes >= 0:
                     use.coming[number] = nbytes
