@@ -7,7 +7,7 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -23,13 +23,10 @@ from support.cluster import Hosts, eventually
 from support.cluster import cluster as servers
 
 import perdure
-from perdure import Seams, directory
+from perdure import directory
 from perdure.catalog.api import SegmentState
 from perdure.cli import main
 from perdure.errors import CatalogError, InvalidArgument, OwnershipLost, StoreLocked, StorePathError
-from perdure.io.api import Buffer, File
-from perdure.io.files import PosixFiles
-from perdure.io.wrappers import FileAround, FilesAround
 from perdure.segments.store import index_path, segment_path
 from perdure.testing.store import EXISTS, FAILED, FOUND, MISSING, STORED, chain, keyspace, read, write
 
@@ -146,40 +143,6 @@ def test_who_was_silent_for_longer_than_its_lease_publishes_nothing_any_more(hos
     for space in (here, there, keyspace(three)):
         assert read(space, keys) == read(space, more) == [FOUND] * 20
         assert not space.present(late).any()
-
-
-class Flipping(FilesAround):
-    """The disk is good; what this host makes of it is not."""
-
-    def wrap(self, file: File) -> File:
-        return FlippingFile(file)
-
-
-class FlippingFile(FileAround):
-    def preadv(self, buffers: Sequence[Buffer], offset: int) -> int:
-        moved = super().preadv(buffers, offset)
-        for one in buffers:
-            memoryview(one).cast("B")[100::4096] = bytes(len(range(100, memoryview(one).nbytes, 4096)))
-        return moved
-
-
-def test_a_host_with_bad_memory_harms_only_itself(hosts: Hosts) -> None:
-    good, other = hosts.add(), hosts.add()
-    chains = [chain(keyspace(good), number, 20) for number in range(3)]
-    for number, durability in enumerate(("ephemeral", "session", "retained")):  # of each a segment
-        assert write(keyspace(good), chains[number], durability=durability) == [STORED] * 20
-    good.sync()
-    bad = hosts.add(seams=Seams(files=lambda root: Flipping(PosixFiles(root))))
-    for _ in range(2):
-        for keys in chains:
-            assert FOUND not in read(keyspace(bad), keys)
-    assert not bad.status()["healthy"]
-    for store in (good, other):
-        assert [read(keyspace(store), keys) for keys in chains] == [[FOUND] * 20] * 3
-        assert store.status()["healthy"]
-    assert set(write(keyspace(bad), chains[0])) <= {STORED, EXISTS}  # computed again there: a copy of its own
-    for store in (good, other):
-        assert [read(keyspace(store), keys) for keys in chains] == [[FOUND] * 20] * 3
 
 
 def test_open_segments_of_a_dead_writer_without_blocks_are_removed(hosts: Hosts) -> None:

@@ -416,8 +416,10 @@ class Erasures:
     def stop(self) -> None:
         self._stop.set()
         self._wake.set()
-        if self._thread is not None:
-            self._thread.join()
+        with self._lock:  # whoever is just starting it has done so
+            thread = self._thread
+        if thread is not None:
+            thread.join()
 
 
 def _is_open(record: SegmentRecord | None) -> bool:

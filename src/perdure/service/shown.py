@@ -22,7 +22,7 @@ from perdure.service.peers import Peer
 from perdure.service.verbs import Waiting
 
 ABSENT, MINE, OTHER = 0, 1, 2
-_SHOWN = frozenset({m.Status, m.Explain, m.ExplainPrefix, m.Lookup, m.Follow, m.Advise, m.Present})
+_SHOWN = frozenset({m.Status, m.Explain, m.ExplainPrefix, m.Lookup, m.Follow, m.Advise, m.Present, m.Govern})
 
 
 class Owners:
