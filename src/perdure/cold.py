@@ -9,7 +9,7 @@ Contract
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -43,7 +43,8 @@ class Choice:
 
 
 def choice_of(
-    control: ControlStore, table: SegmentTable, cold: str | None, capacity: int | str | None, read_only: bool
+    control: ControlStore, table: SegmentTable, cold: str | None, capacity: int | str | None, read_only: bool,
+    holds: Sequence[str] = (),
 ) -> Choice:
     """What was asked for, else as last time; remembered. Raises InvalidArgument."""
     known = (control.get(STORE_NAMESPACE, _URL) or b"").decode()
@@ -60,6 +61,8 @@ def choice_of(
             f"cold={cold!r}: {there} segments lie in {known}; leave `cold` out to go on using them, or pass "
             "cold='drop' to give them up"
         )
+    if there and cold == _DROP and any(name.endswith(".hold") for name in holds):
+        raise InvalidArgument("cold='drop': there are holds, and what they keep may lie there; take them off first")
     if not read_only:
         _remember(control, _URL, url.encode() or None)
         if capacity is not None:

@@ -314,6 +314,8 @@ class Erasures:
         else:
             core.index.remove(keys)
             self._hide(keys)
+        if core.cold is not None and not order.keyed:  # objects of segments that were given up before, or just now
+            core.cold.tier.collect_all()
         wipe(core.pool, tenant)
         core.scratch.wipe()
         self._settle(order, told)

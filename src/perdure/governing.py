@@ -111,6 +111,7 @@ def serve(core: Core) -> Erasures:
     """The erasures of a store, which know its sessions and what is on hold."""
     core.holds = Holds(core)
     core.reclaimer.frozen, core.reclaimer.held = core.holds.tenants, core.holds.prints
+    core.reclaimer.erased = lambda keys, records: core.tenants.passed(records) | core.tenants.buried(keys)
     made = Erasures(core, partial(blocks_of, core), partial(_end_sessions, core))
     made.held = core.holds.why
     return made

@@ -31,7 +31,7 @@ from perdure import limits, reading
 from perdure.admission import Admissions
 from perdure.aliases import NOWHERE, Aliases, Part
 from perdure.buffers import Parts
-from perdure.catalog.api import KeyArray, fingerprints
+from perdure.catalog.api import KeyArray, SegmentState, fingerprints
 from perdure.core import Core
 from perdure.errors import CatalogError, InvalidArgument, KeyUnavailable, PerdureError, ReadOnlyStore
 from perdure.governance import actor
@@ -266,6 +266,7 @@ class Publications:
             core.index.remove(one.names)
             core.presence.remove(fingerprints(one.names))
             core.pool.drop(one.names)
+        self._shred(one)
         if one.entry["encrypted"] and core.segments.keys is not None:
             try:
                 core.segments.keys.destroy_tenant(tenant_id)
@@ -285,6 +286,19 @@ class Publications:
         with self._lock:
             self._all.pop(one.id, None)
             self._tables = {}
+
+    def _shred(self, one: Publication) -> None:
+        """The copies themselves. Raises CatalogError."""
+        core, tenant_id = self._core, one.space.tenant_id
+        for opened in core.writer.open_segments():
+            if opened.kind[0] == tenant_id:
+                core.writer.retire(opened)
+        try:
+            for record in core.table.all():
+                if record.tenant == tenant_id and record.state is not SegmentState.OPEN:
+                    core.reclaimer.shred(record)
+        except OSError as error:
+            raise CatalogError(f"the copies of publication {one.id.hex()} could not be removed: {error}") from error
 
     def _later(self, one: Publication) -> suppress:
         _LOG.info("publication %s is being ended", one.id.hex())

@@ -307,20 +307,28 @@ class Roots:
         self._where[_stem(path)] = root
 
     def _holder(self, path: str) -> Root | None:
-        """Whose root has the segment of a path."""
+        """Whose root has the segment of a path, as far as it can be told."""
+        try:
+            return self._found(path)
+        except OSError:
+            return None
+
+    def _found(self, path: str) -> Root:
+        """Raises FileNotFoundError if none has it, another OSError if it cannot be told."""
         segment = f"{_stem(path)}.seg"
 
         def look(root: Root, files: Files) -> Root:
             files.open(segment).close()
             return root
 
-        try:
-            return self._anywhere(segment, look)
-        except OSError:
-            return None
+        return self._anywhere(segment, look)
 
     def _beside(self, path: str) -> Root:
-        return self._holder(path) or self._place(path)
+        """Never in another root than the segment: where one part is known, the other counts as known to be too."""
+        try:
+            return self._found(path)
+        except FileNotFoundError:
+            return self._place(path)
 
     def _place(self, path: str) -> Root:
         """Where a new segment goes. Raises RootUnavailable if no root is fit."""

@@ -245,6 +245,11 @@ class ColdTier:
         if self._control.compare_and_set(LEDGER, segment, note, None):
             self.counters.objects_deleted += 1
 
+    def collect_all(self) -> None:
+        """As `collect`, those included that are being made now."""
+        with self._making:
+            self.collect()
+
     def collect(self) -> None:
         """Delete the objects of segments that are gone, and the files of cold ones. Raises OSError, CatalogError."""
         if not self._looked:

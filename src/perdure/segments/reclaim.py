@@ -32,6 +32,7 @@ from numpy.typing import NDArray
 from perdure.catalog.api import (
     BlockIndex,
     KeyArray,
+    RecordArray,
     SegmentRecord,
     SegmentState,
     fingerprints,
@@ -122,6 +123,8 @@ class Reclaimer:
         self.spared: Callable[[SegmentRecord], bool] = lambda record: False  # drained by an erasure, which goes on
         self.frozen: Callable[[], set[bytes]] = set  # tenants (ids) whose segments stay as they are
         self.held: Callable[[], NDArray[np.uint64]] = lambda: np.zeros(0, np.uint64)  # fingerprints, as if pinned
+        # which records were erased: they are copied nowhere, pinned or not
+        self.erased: Callable[[KeyArray, RecordArray], NDArray[np.bool_]] = lambda keys, records: np.zeros(len(keys), bool)
         self.cut_tick = 0  # recency below which blocks were given up last; 0: none yet, or only released ones
 
     def make_room(self, need: int, *, tenant: bytes = b"", force: bool = False) -> bool:
@@ -331,6 +334,7 @@ class Reclaimer:
             entries = self._entries(record.segment)
             gone = doomed(entry_keys(entries))
             told = _shredded(entries, gone)
+            record = self._table.get(record.segment) or record  # it may have gone to the cold tier meanwhile
             if record.state is not SegmentState.DRAINING:
                 self._table.drain(record)
             present, records = self._index.lookup(entry_keys(entries))
@@ -351,7 +355,7 @@ class Reclaimer:
         """Copy forward the blocks that stay; False if one that is pinned could not be moved."""
         keys = entry_keys(entries)
         present, records = self._index.lookup(keys)
-        live = present & (records == entries["record"])
+        live = present & (records == entries["record"]) & ~self.erased(keys, records)
         prints = fingerprints(keys)
         pinned = np.isin(prints, self.staying())
         if hotter_than is None:
