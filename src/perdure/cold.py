@@ -9,7 +9,7 @@ Contract
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -44,9 +44,10 @@ class Choice:
 
 def choice_of(
     control: ControlStore, table: SegmentTable, cold: str | None, capacity: int | str | None, read_only: bool,
-    holds: Sequence[str] = (),
-) -> Choice:
-    """What was asked for, else as last time; remembered. Raises InvalidArgument."""
+    pending: Callable[[], list[str]],
+) -> Choice:  # fmt: skip
+    """What was asked for, else as last time; remembered. pending: see `governing.pending`. Raises InvalidArgument,
+    StorePathError."""
     known = (control.get(STORE_NAMESPACE, _URL) or b"").decode()
     stored = control.get(STORE_NAMESPACE, _CAPACITY)
     nbytes = parse_size(_CAPACITY_DEFAULT if stored is None else int(stored), "cold_capacity")
@@ -61,8 +62,11 @@ def choice_of(
             f"cold={cold!r}: {there} segments lie in {known}; leave `cold` out to go on using them, or pass "
             "cold='drop' to give them up"
         )
-    if there and cold == _DROP and any(name.endswith(".hold") for name in holds):
-        raise InvalidArgument("cold='drop': there are holds, and what they keep may lie there; take them off first")
+    if there and cold == _DROP and (waiting := pending()):
+        raise InvalidArgument(
+            f"cold='drop': {', '.join(waiting)}: what holds keep and erasures are about may lie there; take the holds "
+            "off and let the erasures end first"
+        )
     if not read_only:
         _remember(control, _URL, url.encode() or None)
         if capacity is not None:

@@ -223,9 +223,11 @@ class Erasures:
                 self._keys[order.id] = keys
                 core.tenants.bury(keys)
             self._hide(keys)
+            if core.read_only:
+                return
             core.files.write_once(f"{FOLDER}/{order.id}.keys", keys.tobytes())
             self.end_sessions(order)
-        else:
+        elif not core.read_only:  # a reader knows by the epoch
             old = [one.segment for one in core.table.all() if one.tenant == tenant]
             passed = core.tenants.epoch(tenant) >= order.epoch
             core.tenants.end_epoch(tenant, order.epoch, order.id)

@@ -11,7 +11,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
-from perdure import lifecycle, limits, session_admin
+from perdure import erasure, holds, lifecycle, limits, session_admin
 from perdure.catalog.api import as_keys
 from perdure.core import Core
 from perdure.erasure import Erasures, Order
@@ -19,9 +19,11 @@ from perdure.errors import CatalogError, InvalidArgument, ReadOnlyStore
 from perdure.governance.keystore import rotate
 from perdure.governance.verbs import GovernanceVerbs
 from perdure.holds import Holds
+from perdure.io.api import Files
 from perdure.selection import blocks_of, sessions_of
 from perdure.session_form import Fields, subject_id
 from perdure.session_heads import NAMESPACE
+from perdure.tenants import cannot_be_read
 
 
 class Governing(GovernanceVerbs):
@@ -105,6 +107,17 @@ def _hold(core: Core, fields: Fields) -> Fields:
         told: Fields = core.holds.place(kind, tenant, **_named(core, fields), reason=reason)
     begun = [one["id"] for one in core.erasures.waiting() if one["tenant"] == tenant and one["state"] != "held"]
     return told | {"erasing": begun}
+
+
+def pending(files: Files) -> list[str]:
+    """Names of holds, and of erasures that have not ended. Raises StorePathError."""
+    found = list[str]()
+    for folder, kind in ((holds.FOLDER, ".hold"), (erasure.FOLDER, ".order")):
+        try:
+            found += [name for name in files.list(folder) if name.endswith(kind)]
+        except OSError as error:
+            raise cannot_be_read(files.root, folder, error) from error
+    return found
 
 
 def serve(core: Core) -> Erasures:

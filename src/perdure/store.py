@@ -36,13 +36,12 @@ from perdure.core import STORE_NAMESPACE, Core, Incidents, Pins
 from perdure.errors import CatalogError, StoreClosed, StorePathError
 from perdure.governance.audit import Event, open_log
 from perdure.governance.keystore import open_keystore
-from perdure.governing import Governing, serve
+from perdure.governing import Governing, pending, serve
 from perdure.io.aio import default_engine
 from perdure.io.api import Engine, Files
 from perdure.io.files import PosixFiles
 from perdure.io.memory import Scratch
 from perdure.io.objects import Objects, ObstoreObjects
-from perdure.holds import FOLDER as HOLDS
 from perdure.io.root_files import NotingEngine
 from perdure.io.roots import Roots
 from perdure.keeper import CLOCK_KEY, Keeper
@@ -194,7 +193,7 @@ class Store(Governing, Publishing):
         if not read_only and not shared:
             take_over(control, sharing.owner)
         places, roots = place()
-        cold = cold_tier.choice_of(control, table, *self._cold, read_only, places[0].list(HOLDS))
+        cold = cold_tier.choice_of(control, table, *self._cold, read_only, partial(pending, places[0]))
         keys = self._open_keys(path, secret, read_only)
         segments = SegmentStore(places, secret, keys)
         if not read_only and not shared:

@@ -124,7 +124,9 @@ class Reclaimer:
         self.frozen: Callable[[], set[bytes]] = set  # tenants (ids) whose segments stay as they are
         self.held: Callable[[], NDArray[np.uint64]] = lambda: np.zeros(0, np.uint64)  # fingerprints, as if pinned
         # which records were erased: they are copied nowhere, pinned or not
-        self.erased: Callable[[KeyArray, RecordArray], NDArray[np.bool_]] = lambda keys, records: np.zeros(len(keys), bool)
+        self.erased: Callable[[KeyArray, RecordArray], NDArray[np.bool_]] = lambda _, records: np.zeros(
+            len(records), bool
+        )
         self.cut_tick = 0  # recency below which blocks were given up last; 0: none yet, or only released ones
 
     def make_room(self, need: int, *, tenant: bytes = b"", force: bool = False) -> bool:
@@ -231,6 +233,7 @@ class Reclaimer:
             for record in self._table.all()
             if record.tenant not in frozen
             and record.state is not SegmentState.OPEN
+            and not (record.state is SegmentState.DRAINING and self.spared(record))
             and record.allocated_bytes  # else it is in the cold tier
             and record.segment not in given_up
             and (whose is None or record.tenant in whose)
