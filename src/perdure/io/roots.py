@@ -85,7 +85,7 @@ class Roots:
         self.roots, self.mirrored = tuple(roots), mirrored
         self._clock = clock
         self._where: dict[str, Root] = {}  # path without its suffix -> its root
-        self._lock = threading.Lock()
+        self._lock, self._writing = threading.Lock(), threading.Lock()
         for root in self.roots:
             root.away = root.absent()
             if not root.away:
@@ -115,9 +115,10 @@ class Roots:
     def write_once(self, path: str, data: bytes) -> bool:
         if not _placed(path):
             return self._base.write_once(path, data)
-        root = self._beside(path)
-        with self._made_in(root, path) as files:
-            return files.write_once(path, data)
+        with self._writing:  # who writes it at the same time must write it into the same root
+            root = self._beside(path)
+            with self._made_in(root, path) as files:
+                return files.write_once(path, data)
 
     def read(self, path: str) -> bytes:
         if not _placed(path):
@@ -328,7 +329,7 @@ class Roots:
         try:
             return self._found(path)
         except FileNotFoundError:
-            return self._place(path)
+            return self._where.get(_stem(path)) or self._place(path)
 
     def _place(self, path: str) -> Root:
         """Where a new segment goes. Raises RootUnavailable if no root is fit."""
