@@ -8,7 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from support.engines import PATIENT, needs_vllm, same, transfer, wait_stored
+from support.engines import PATIENT, alike, needs_vllm, same, transfer, wait_stored
 from support.tiny_models import llm, prompt
 
 from perdure.testing.transport import ServiceProcess
@@ -32,11 +32,11 @@ def test_smollm_cold_equals_local_hit_equals_restored(
         wait_stored(service, 11)
     assert cold.cached_tokens == 0
     assert local.cached_tokens == 1408
-    assert same(cold, local)
+    assert alike(cold, local)
     with offline(arguments, transfer=transfer(service, **PATIENT)) as second:
         [restored] = second.generate([tokens], max_tokens=TOKENS)
     assert restored.cached_tokens == 1408
-    assert same(cold, restored)
+    assert same(local, restored)  # to the last bit: what was computed behind the same prefix
 
 
 @pytest.mark.parametrize("kind", ["gemma3", "gpt-oss", "llama"])
