@@ -27,8 +27,9 @@ from perdure.io.api import Engine, File, IOClass, Request
 from perdure.io.memory import Scratch
 from perdure.io.roots import Roots
 from perdure.segments import format as fmt
-from perdure.segments.landing import BlockStatus, Plan
+from perdure.segments.landing import BlockStatus
 from perdure.segments.reader import SegmentReader
+from perdure.segments.recovery import checked
 from perdure.segments.store import SegmentStore, index_path, segment_path
 from perdure.segments.table import SegmentTable
 
@@ -168,21 +169,7 @@ class Copies:
 
     def _good(self, entries: NDArray[np.void], side: int) -> NDArray[np.bool_]:
         """Which records verify in one copy."""
-        leases = [self._scratch.take(size) for size in entries["record"]["stored_bytes"].tolist()]
-        plan = Plan(
-            keys=entries["key"].tolist(),
-            keyspaces=entries["keyspace"].tolist(),
-            rows=entries["record"].tolist(),
-            destinations=[[lease.view] for lease in leases],
-            element_bytes=1,
-            deadline=None,
-            raw=True,
-        )
-        try:
-            self._reader.read_copy(plan, side)
-        finally:
-            for lease in leases:
-                lease.give_back()
+        plan = checked(self._reader, self._scratch, entries, side)
         for error in plan.unread.values():
             if error.errno != errno.ENODATA:  # beyond the end of a copy that is not whole
                 raise error

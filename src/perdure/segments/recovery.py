@@ -185,8 +185,8 @@ def check_entries(reader: SegmentReader, scratch: Scratch, entries: NDArray[np.v
     return checked(reader, scratch, entries).statuses
 
 
-def checked(reader: SegmentReader, scratch: Scratch, entries: NDArray[np.void]) -> Plan:
-    """As `check_entries`; the plan also says which records could not be read."""
+def checked(reader: SegmentReader, scratch: Scratch, entries: NDArray[np.void], root: int | None = None) -> Plan:
+    """As `check_entries`; the plan also says which records could not be read. root: of the copy in this one."""
     stored = entries["record"]["stored_bytes"].tolist()
     leases = [scratch.take(size) for size in stored]
     plan = Plan(
@@ -199,7 +199,10 @@ def checked(reader: SegmentReader, scratch: Scratch, entries: NDArray[np.void]) 
         raw=True,
     )
     try:
-        reader.read(plan)
+        if root is None:
+            reader.read(plan)
+        else:
+            reader.read_copy(plan, root)
     finally:
         for lease in leases:
             lease.give_back()
