@@ -95,6 +95,7 @@ LAYERS = [
         "cli_erase",
         "cli_isolation",
         "cli_keys",
+        "cli_output",
         "cli_policy",
         "cli_publish",
         "cli_service",

@@ -27,6 +27,7 @@ from perdure import (
     cli_service,
     cli_sessions,
 )
+from perdure.cli_output import console
 
 if TYPE_CHECKING:
     from perdure.benchmarks.harness import Report
@@ -78,10 +79,10 @@ def status(directory: Path, catalog: str | None, as_json: bool) -> None:
     if as_json:
         _print_json(answer)
         return
-    console, table = _table(f"Perdure store {directory}")
+    out, table = _table(f"Perdure store {directory}")
     for name, value in _status_rows(answer):
         table.add_row(name, value)
-    console.print(table)
+    out.print(table)
 
 
 @main.command()
@@ -364,17 +365,13 @@ def _print_report(report: Report, as_json: bool) -> None:
     if as_json:
         click.echo(report.to_json())
         return
-    from rich.console import Console
-
-    Console(width=max(Console().width, 150)).print(report.table())
+    console(narrowest=150).print(report.table())
 
 
 def _table(title: str) -> tuple[Any, Any]:
-    from rich.console import Console
     from rich.table import Table
 
-    table = Table(title=title, show_header=False, title_justify="left")
-    return Console(), table
+    return console(), Table(title=title, show_header=False, title_justify="left")
 
 
 def _progress(what: str, quiet: bool, *, bytes_: bool = False) -> AbstractContextManager[Progress | None]:

@@ -9,6 +9,8 @@ from typing import Any
 
 import click
 
+from perdure.cli_output import console
+
 _URL = click.argument("url", metavar="DIR")
 _JSON = click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 
@@ -73,11 +75,10 @@ def engine_check(kind: str, model: str | None, as_json: bool) -> None:
     if as_json:
         click.echo(json.dumps([{"feature": name, "answer": answer} for name, answer in rows], indent=2))
     else:
-        from rich.console import Console
         from rich.table import Table
 
         table = Table("feature", "PerdureConnector", title=f"{kind} {', '.join(identity.VLLM_VERSIONS)}.x")
         for row in rows:
             table.add_row(*row)
-        Console().print(table)
+        console().print(table)
     sys.exit(1 if refused else 0)

@@ -15,6 +15,8 @@ from typing import Any
 
 import click
 
+from perdure.cli_output import console
+
 _DIRECTORY = click.argument("directory", metavar="DIR", type=click.Path(path_type=Path))
 _NAME = click.argument("name", metavar="NAME")
 _TENANT = click.option("--tenant", metavar="NAME", help="Only of this tenant.")
@@ -36,7 +38,6 @@ def list_(directory: Path, tenant: str | None, as_json: bool) -> None:
     if as_json:
         click.echo(json.dumps(found, indent=2))
         return
-    from rich.console import Console
     from rich.table import Table
 
     now, table = time.time(), Table("tenant", "session", "blocks", "used", "over in", "pinned for", "branch of")
@@ -45,7 +46,7 @@ def list_(directory: Path, tenant: str | None, as_json: bool) -> None:
             one["tenant"], one["name"], str(one["blocks"]), f"{_span(now - one['used_s'])} ago",
             _span(one["expires_s"] - now), _span(one["pinned_until_s"] - now), one["origin"],
         )  # fmt: skip
-    Console().print(table)
+    console().print(table)
 
 
 @sessions.command()
