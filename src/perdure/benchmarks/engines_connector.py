@@ -5,6 +5,10 @@ Contract
   vLLM and by one with the connector in turns; then two new processes, one on the service's socket and one on its TCP
   port, restore it and ask again for their own prefix hit. Then the service is started anew, so that its memory is
   empty, and the prompts are restored from the disk.
+- vLLM's worker turns in its queue for a second after its last step: a whole core, of which another engine must have
+  nothing left over. So every timed request waits until that is over.
+- Every engine computes with the same number of cores: left to itself vLLM reserves one more with a connector than
+  without, and none if there are then too few left.
 - Times to the first token are vLLM's own. The model runs in its own type, bf16, where a hit in vLLM's own prefix cache
   may be answered otherwise than a cold prompt; so every restored answer must equal those of the prefix hits, else
   WrongResult. A restore that did not restore everything is WrongResult, too.
@@ -41,6 +45,8 @@ _POLL_S = 0.25
 # A busy machine answers late: that shows in the times, and must not make a miss of a restore, which ends the run.
 _SETTINGS = {"retry_s_min": 0.2, "retry_s_max": 1.0, "lookup_wait_ms_max": 2000.0}
 _RECONNECT_S = 2.0
+_QUIET_S = 1.5
+_CORES = {"VLLM_CPU_NUM_OF_RESERVED_CPU": "1"}  # one for the engine's other processes and threads
 _FIO_BLOCK_BYTES = 2 * MIB
 _FIO_DEPTH = 8
 MEMORY_TARGET, DISK_FACTOR, STORE_TARGET, DECODE_TARGET, NODE_TARGET, STEP_MS = 1.25, 1.1, 1.03, 1.01, 1.10, 0.2
@@ -104,7 +110,7 @@ def engine(model: Path, base: Path, name: str, url: str | None = None, **more: A
         transfer = connector(url, **_SETTINGS) | timed
     return OfflineEngine(
         {"model": model, "dtype": DTYPE, "max_model_len": _LENGTH_TOKENS} | more, base / f"{name}.log",
-        transfer=transfer, environment={STEPS_VARIABLE: str(base / f"{name}.steps")}, wait=False,
+        transfer=transfer, environment=_CORES | {STEPS_VARIABLE: str(base / f"{name}.steps")}, wait=False,
     )  # fmt: skip
 
 
@@ -130,6 +136,7 @@ class _Prompts:
 
     def ask(self, one: OfflineEngine, number: int, cached: int, **options: Any) -> Generated:
         """Raises WrongResult if another number of tokens was cached, or the answer of a hit is another than before."""
+        time.sleep(_QUIET_S)
         [answer] = one.generate([self.prompts[number]], ignore_eos=True, **options)
         if answer.cached_tokens != cached or (
             cached and self._answers.setdefault(number, answer.tokens) != answer.tokens
