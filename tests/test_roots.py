@@ -585,6 +585,49 @@ def test_copying_cut_off_at_every_step(place: Place, kind: Any, lost: int) -> No
     assert steps > 5 or kind == "torn"
 
 
+class Meanwhile:
+    """Does something once, before the n-th operation of a kind on a path; nothing fails."""
+
+    def __init__(self, op: str, path: str, act: Callable[[], None]):
+        self._op, self._path, self._act = op, path, act
+        self.left = 0
+
+    def next(self, op: str, path: str, nbytes: int) -> None:
+        if op == self._op and self._path in path:
+            self.left -= 1
+            if self.left == 0:
+                self._act()
+
+    def wait(self) -> None:
+        raise AssertionError("nothing hangs")
+
+
+@pytest.mark.parametrize(("op", "number"), [("open", 4), ("pwritev", 1)])  # looked for in three roots; and again
+def test_a_copy_of_what_is_erased_meanwhile_is_not_made(place: Place, op: str, number: int) -> None:
+    """When its receipt says that it is gone, nothing is left in any root, nor made any more."""
+    place.open()
+    stored(place, 1, durability="retained")
+    place.close()
+    _, second = both(place)
+    second.unlink()
+    second.with_suffix(".idx").unlink()
+    told: list[str] = []
+
+    def erase() -> None:
+        assert place.store is not None
+        told.append(place.store.erase(tenant="acme", wait_s=30.0)["state"])
+
+    plan = Meanwhile(op, "mirrors/", erase)
+    place.plans = dict.fromkeys(range(3), plan)
+    store = place.open()
+    plan.left = number
+    assert store.core.copies is not None
+    store.core.copies.tend()
+    assert told == ["erased"]
+    assert not [*place.at.rglob("*.seg"), *place.at.rglob("*.idx")]
+    assert store.core.space.used == 0
+
+
 # --- what is said about them
 
 
