@@ -118,6 +118,8 @@ class Keeper:
             expires_s=np.ascontiguousarray(there["expires_s"]),
             only_absent=True,
         )
+        if core.cold is not None and not core.read_only:
+            core.cold.tier.find_left_over()
 
     def _run_cold(self) -> None:
         while not self._stop.wait(limits.cold_check_s):

@@ -251,9 +251,9 @@ class SegmentStore:
             handle.file.close()
 
     def list(self) -> builtins.list[bytes]:
-        """Ids of all segment files in the first root, in id (time) order."""
-        files = _files(self.roots[0])
-        return sorted(segment for _, segment, suffix in files if suffix == "seg")
+        """Ids of all segment files, second copies included, in id (time) order."""
+        files = (one for root in self.roots for one in _files(root))
+        return sorted({segment for _, segment, suffix in files if suffix == "seg"})
 
     def temporaries(self) -> Iterator[tuple[Files, str, bytes]]:
         """(root, path, segment) of files that a `write_once` left when its process died."""
