@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -272,6 +273,30 @@ def test_an_unmounted_root_loses_nothing_and_is_not_filled(place: Place) -> None
     assert place.states() == ["ok", "ok", "ok"]
     assert space.lookup(keys) == BLOCKS
     assert (read_back(space, keys) == FOUND).all()
+
+
+def test_a_reader_sees_that_a_root_is_there_again(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And writes nothing, not even to find out whether one that fails is well."""
+    place.free = [limits.GIB, 9 * limits.GIB, 2 * limits.GIB]
+    place.open()
+    _, keys = stored(place, 1)
+    place.close()
+    place.unmount(1)
+    monkeypatch.setattr(limits, "root_look_s", 0.01)
+    place.plans = dict.fromkeys(range(3), log := NthFault(0, "eio", ops=["create", "pwritev", "write_once", "unlink"]))
+    store = place.open(read_only=True, roots=None)
+    space = keyspace(store)
+    assert (read_back(space, keys) != FOUND).all()
+    assert place.states() == ["ok", "away", "ok"]
+    store.core.copies.roots.roots[2].failing = True  # type: ignore[union-attr]
+    place.clock.advance(limits.root_quiet_s + 1)
+    place.mount(1)
+    until = time.monotonic() + 20.0
+    while place.states()[1] == "away" and time.monotonic() < until:
+        time.sleep(0.01)
+    assert place.states() == ["ok", "ok", "failing"]
+    assert (read_back(space, keys) == FOUND).all()
+    assert log.log == []
 
 
 def test_unmounted_while_in_use(place: Place) -> None:
