@@ -24,7 +24,7 @@ export HF_HUB_OFFLINE := 1
 
 help:
 	@echo 'make demo         restore, continue and fork a real model'"'"'s context after kill -9 (a few minutes)'
-	@echo 'make test         the test suite; PYTEST_ARGS="-k keys -x" is passed on'
+	@echo 'make test         the test suite, a process per core (4 at most); PYTEST_ARGS="-k keys -x" is passed on'
 	@echo 'make lint         ruff check, ruff format --check, mypy --strict'
 	@echo 'make format       let ruff format and mend what it can'
 	@echo 'make bench        benchmarks against fio and memcpy; BENCH_ARGS="--json" is passed on'
@@ -119,7 +119,7 @@ cluster-down: $(READY)
 	@PYTHON=$(PY) deploy/cluster/cluster down .cluster
 
 test: $(READY)
-	@$(PY) -m pytest $(PYTEST_ARGS)
+	@$(PY) -m pytest -n logical --maxprocesses 4 --dist worksteal $(PYTEST_ARGS)
 
 lint: $(READY)
 	@$(PY) -m ruff check $(CODE)
