@@ -85,7 +85,7 @@ LAYERS = [
         "publishing",
         "writing",
     },
-    {"service", "observe", "engines", "planner"},
+    {"service", "embedded", "observe", "engines", "planner"},
     {"testing", "benchmarks", "demo"},
     {
         "cli",

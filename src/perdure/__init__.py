@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from perdure.advice import Advice as Advice
     from perdure.catalog.api import Durability as Durability
     from perdure.catalog.api import Lease as Lease
+    from perdure.embedded import open as open  # noqa: A004
     from perdure.errors import BufferMismatch as BufferMismatch
     from perdure.errors import CatalogError as CatalogError
     from perdure.errors import CatalogUnavailable as CatalogUnavailable
@@ -53,7 +54,6 @@ if TYPE_CHECKING:
     from perdure.service.client import connect as connect
     from perdure.store import Seams as Seams
     from perdure.store import Store as Store
-    from perdure.store import open as open  # noqa: A004
     from perdure.store import rebuild as rebuild
 
 __version__ = "0.1.0"
@@ -61,6 +61,7 @@ __version__ = "0.1.0"
 _HOME = {
     "admission": ("AdmissionPrices", "AdmissionRequest", "ValueAdmission"),
     "catalog.api": ("Durability", "Lease"),
+    "embedded": ("open",),
     "errors": (
         "BufferMismatch", "CatalogError", "CatalogUnavailable", "FormatError", "InvalidArgument", "PerdureError",
         "ProtocolError", "ReadOnlyStore", "ServiceBusy", "ServiceUnavailable", "StaleFence", "StoreClosed",
@@ -75,7 +76,7 @@ _HOME = {
     "reports": ("ReadReport", "WriteReport", "WriteStatus"),
     "service.client": ("RemoteStore", "connect"),
     "segments.landing": ("BlockStatus",),
-    "store": ("Seams", "Store", "open", "rebuild"),
+    "store": ("Seams", "Store", "rebuild"),
 }  # fmt: skip
 _MODULE_OF = {name: module for module, names in _HOME.items() for name in names}
 

@@ -211,14 +211,15 @@ class Keyspace(SessionVerbs):
         """`read` in the background. Give every call memory of its own. `deadline_s` counts from now, not from when a
         thread is free."""
         self._check()
-        return self._submit(self.read, keys, into, options)
+        return self.submit(self.read, keys, into, options)
 
     def submit_write(self, keys: KeyArray | Sequence[bytes], blocks: Any, **options: Any) -> Future[WriteReport]:
         """`write` in the background. The blocks' memory must not change before the future is done."""
         self._check()
-        return self._submit(self.write, keys, blocks, options)
+        return self.submit(self.write, keys, blocks, options)
 
-    def _submit(self, verb: Callable[..., T], keys: Any, data: Any, options: dict[str, Any]) -> Future[T]:
+    def submit(self, verb: Callable[..., T], keys: Any, data: Any, options: dict[str, Any]) -> Future[T]:
+        """`verb` of keys and data, in the background."""
         submitted = time.monotonic()
 
         def later() -> T:

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from numbers import Real
 from typing import Any, Final, NamedTuple
@@ -201,3 +201,15 @@ class SessionVerbs:
     def answer_with_session(self, told: dict[str, Any]) -> Answer:
         done = told["outcome"] in (ACCEPTED, CLIPPED)
         return Answer(told["outcome"], told["why"], Session(self, told) if done else None)
+
+
+def listed(ask: Callable[[str, dict[str, Any]], dict[str, Any]], tenant: str | None) -> list[dict[str, Any]]:
+    """All sessions, of one tenant if named. ask: of a store, its `session_admin`, which tells some at a time."""
+    found: list[dict[str, Any]] = []
+    after = b""
+    while True:
+        told = ask("list", {"tenant": tenant, "after": after})
+        found += told["sessions"]
+        after = told["after"]
+        if not after:
+            return found

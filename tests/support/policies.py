@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from types import MappingProxyType
 
+EMBEDDED = ("engine-a", "engine-a2", "engine-b", "operator")
 MATRIX = """
 # principal   tenant   actions      conditions     decision [by rule]
 engine-a      acme     read,write               -> allow by base:engines
@@ -53,4 +54,5 @@ def _principal(name: str, tenants: list[str], role: str, sockets: Path) -> str:
     return (
         f'[[principal]]\nname = "{name}"\ntenants = {tenants}\nroles = ["{role}"]\n'
         f'socket = "{sockets}/{name}.sock"\nspiffe = "spiffe://test/{name}"\n'
+        f"embedded = {str(name in EMBEDDED).lower()}\n"
     )

@@ -18,7 +18,8 @@
 
 Contract
 - What a principal is comes from how it connected, never from what it says. Two principals never share a socket or a
-  SPIFFE id. A principal without either cannot connect.
+  SPIFFE id. A principal without either cannot connect; with
+  `embedded` a process that opens the store itself may say that it is this one.
 - Whose connections a socket takes is checked by peer credentials as well: the socket says who, uid and gid must agree.
 - PolicyError names file, line where it can be told, problem and remedy.
 """
@@ -45,7 +46,7 @@ Algorithm = Literal["EdDSA", "Ed25519", "ES256", "ES384", "ES512", "PS256", "PS3
 
 class Principal(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """tenants: whose blocks it may ask for. tokens: only for who shows a token. group: its session group. mode: of its
-    socket, octal."""
+    socket, octal. embedded: a process may open a store as it, without a service."""
 
     name: str
     tenants: tuple[str, ...] = ()
@@ -57,6 +58,7 @@ class Principal(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     gid: int | None = None
     mode: str = "0600"
     spiffe: str = ""
+    embedded: bool = False
 
     @property
     def way(self) -> tuple[str | int | None, ...]:
@@ -127,8 +129,8 @@ def _problem(one: Principal) -> str | None:
         return "name: must be letters, digits, '.', '_', '@' and '-', 127 at most"
     if one.name == LOCAL.name:
         return "name: belongs to whoever connects to the service's main socket; choose another"
-    if not one.socket and not one.spiffe:
-        return 'it cannot connect; write socket = "/path" or spiffe = "spiffe://..."'
+    if not one.socket and not one.spiffe and not one.embedded:
+        return 'it cannot connect; write socket = "/path", spiffe = "spiffe://..." or embedded = true'
     if one.socket and not one.socket.startswith("/"):
         return f"socket={one.socket!r}: must be an absolute path"
     if len(one.socket.encode()) > limits.socket_path_bytes_max:
@@ -139,6 +141,8 @@ def _problem(one: Principal) -> str | None:
         return f'mode={one.mode!r}: write octal digits without execute bits, such as "0600" or "0660"'
     if int(one.mode, 8) & 0o007 and one.uid is None and one.gid is None:
         return f"mode={one.mode!r}: everybody could connect; write uid or gid, or close it"
+    if one.embedded and one.tokens:
+        return "embedded: it shows tokens, which only a service takes; leave out tokens or embedded"
     if not one.roles:
         return f"roles is empty; write some of {', '.join(ROLES)}"
     if "engine" in one.roles and not one.tenants:

@@ -38,6 +38,7 @@ from perdure.service.sockets import is_loopback, parse_address
 from perdure.service.staging import Staging
 from perdure.service.streams import TlsFiles, connect_tcp
 from perdure.service.transport import Channel, Late, Run, Transport
+from perdure.session import listed
 
 TCP, NIXL = "tcp://", "nixl://"
 
@@ -189,14 +190,7 @@ class RemoteStore(GovernanceVerbs, PublicationVerbs):
 
     def sessions(self, tenant: str | None = None) -> list[dict[str, Any]]:
         """As `Store.sessions`."""
-        found: list[dict[str, Any]] = []
-        after = b""
-        while True:
-            told = self.session_admin("list", {"tenant": tenant, "after": after})
-            found += told["sessions"]
-            after = told["after"]
-            if not after:
-                return found
+        return listed(self.session_admin, tenant)
 
     def session_admin(self, verb: str, fields: dict[str, Any]) -> dict[str, Any]:
         """As `Store.session_admin`."""

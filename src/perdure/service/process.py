@@ -30,14 +30,14 @@ from perdure import store as stores
 from perdure.admission import Gate
 from perdure.errors import ConfigError, PerdureError
 from perdure.governance.policy import load
-from perdure.keys import KVLayout, tenant_id, tenant_secret
+from perdure.keys import KVLayout
 from perdure.observe import logs
 from perdure.observe.doctor import Subject, pool_bytes_advised, pool_bytes_max
 from perdure.observe.endpoint import Endpoint
 from perdure.observe.metrics import Metrics
-from perdure.roots import known
 from perdure.segments.landing import BlockStatus
 from perdure.service.guard import Guard
+from perdure.service.reloading import guard_of
 from perdure.service.server import Server, shared_pool
 from perdure.service.settings import Settings
 from perdure.service.sockets import parse_address
@@ -75,17 +75,7 @@ def build_guard(store: stores.Store, settings: Settings) -> Guard | None:
     """Raises PolicyError."""
     if settings.policy is None:
         return None
-    core = store.core
-    roots: list[Path | str] = [store.path, *([settings.mirror] if settings.mirror else []), *known(store.path).values()]
-    if core.cold is not None:
-        roots.append(core.cold.tier.objects.where)
-    secret, keys = core.root_secret, core.segments.keys
-    return Guard(
-        store,
-        load(settings.policy),
-        roots=roots,
-        encrypts=lambda tenant: keys is not None and keys.encrypts(tenant_id(tenant_secret(secret, tenant))),
-    )
+    return guard_of(store, load(settings.policy), settings.mirror)
 
 
 def run(

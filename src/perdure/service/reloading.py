@@ -11,18 +11,23 @@ Contract
 from __future__ import annotations
 
 import logging
+import os
 import select
 import threading
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any, Final
 
 from perdure.errors import PerdureError, PolicyError, StorePathError
 from perdure.governance.audit import Event
-from perdure.governance.policy import load
+from perdure.governance.policy import Policies, load
+from perdure.keys import tenant_id, tenant_secret
+from perdure.roots import known
 from perdure.service import adopting
 from perdure.service.doors import Doors
 from perdure.service.guard import Guard
 from perdure.service.peers import Peer
+from perdure.store import Store
 
 _LOG = logging.getLogger("perdure.policy")
 _WHY_CHARACTERS: Final = 400
@@ -43,19 +48,14 @@ class Reloading:
         guard = self._guard
         with self._lock:
             old = guard.policies
-            try:
-                new = load(old.path)
-                tokens = guard.tokens_of(new)
-                opened = self._doors.opened(new.principals.values())
-            except (PolicyError, StorePathError) as error:
-                self._refused(error)
-                raise
-            try:
-                adopting.record(guard.core, new)
-            except PerdureError:
-                self._doors.shut(opened)
-                raise
-            guard.adopt(new, tokens)
+            opened: Any = None
+
+            def prepare(policies: Policies) -> Callable[[], None]:
+                nonlocal opened
+                opened = self._doors.opened(policies.principals.values())
+                return lambda: self._doors.shut(opened)
+
+            new = in_force(guard, prepare)
             self._doors.follow(new.principals.values(), opened, self._epoll)
             lost = [peer for peer in list(self._peers.values()) if not guard.renew(peer)]
             for peer in lost:
@@ -66,8 +66,43 @@ class Reloading:
             "terms": sorted(one.name for one in new.documents.values()),
         }  # fmt: skip
 
-    def _refused(self, error: PerdureError) -> None:
-        _LOG.error("the policy before stays in force: %s", error)
-        if self._guard.core.audit is not None:
-            stamp, why = self._guard.policies.stamp(""), str(error)[:_WHY_CHARACTERS]
-            self._guard.core.audit.note(Event("policy", policy=stamp, decision="deny", outcome="refused", detail=why))
+
+def in_force(guard: Guard, prepare: Callable[[Policies], Callable[[], None]]) -> Policies:
+    """Read the policy anew, and let it decide from now on. prepare: what else must succeed before; returns what undoes
+    it. Raises PolicyError, StorePathError, AuditUnavailable, CatalogError: the one before stays."""
+    try:
+        new = load(guard.policies.path)
+        tokens = guard.tokens_of(new)
+        undo = prepare(new)
+    except (PolicyError, StorePathError) as error:
+        _refused(guard, error)
+        raise
+    try:
+        adopting.record(guard.core, new)
+    except PerdureError:
+        undo()
+        raise
+    guard.adopt(new, tokens)
+    return new
+
+
+def _refused(guard: Guard, error: PerdureError) -> None:
+    _LOG.error("the policy before stays in force: %s", error)
+    if guard.core.audit is not None:
+        stamp, why = guard.policies.stamp(""), str(error)[:_WHY_CHARACTERS]
+        guard.core.audit.note(Event("policy", policy=stamp, decision="deny", outcome="refused", detail=why))
+
+
+def guard_of(store: Store, policies: Policies, mirror: str | os.PathLike[str] | None) -> Guard:
+    """What decides by a policy about a store. Raises PolicyError, AuditUnavailable, CatalogError."""
+    core = store.core
+    roots: list[Path | str] = [store.path, *([Path(mirror)] if mirror else []), *known(store.path).values()]
+    if core.cold is not None:
+        roots.append(core.cold.tier.objects.where)
+    secret, keys = core.root_secret, core.segments.keys
+    return Guard(
+        store,
+        policies,
+        roots=roots,
+        encrypts=lambda tenant: keys is not None and keys.encrypts(tenant_id(tenant_secret(secret, tenant))),
+    )

@@ -120,7 +120,7 @@ class Verbs:
         space.reads_published = opening is not None and opening.document.scope == "published"
         number = peer.open_space(space, opening)
         if self._core.audit is not None:
-            self._core.audit.note(_grant(self._core.audit, peer, space, opening, mapped=mapped))
+            self._core.audit.note(grant_event(self._core.audit, peer, space, opening, mapped=mapped))
         return m.SpaceOpened(
             q.id, number, space.digest, space.shared_digest, space.tenant_id, mapped, space.reads_published
         ), []
@@ -408,7 +408,7 @@ def _unseen_forbidden(core: Core) -> bool:
     return core.audit is not None and core.audit.every_read
 
 
-def _grant(audit: AuditLog, peer: Peer, space: Keyspace, opening: Opening | None, *, mapped: bool) -> Event:
+def grant_event(audit: AuditLog, peer: Peer, space: Keyspace, opening: Opening | None, *, mapped: bool) -> Event:
     """The record of a keyspace that was opened: whoever holds it may do that until it disconnects."""
     event = Event(
         "grant", who=peer.who, tenant=space.tenant, space=audit.id_of("space", space.digest),
