@@ -26,7 +26,7 @@ from perdure import keys as naming
 from perdure import limits
 from perdure.advice import Advice
 from perdure.catalog.api import Durability, KeyArray, Lease
-from perdure.errors import InvalidArgument, PolicyError
+from perdure.errors import AccessDenied, InvalidArgument, PolicyError
 from perdure.governance.actor import acting
 from perdure.governance.policy import Policies, load
 from perdure.governance.verbs import GovernanceVerbs
@@ -40,6 +40,7 @@ from perdure.service.fields import identity_of, layout_fields, pack_lease
 from perdure.service.guard import Guard
 from perdure.service.peers import Peer
 from perdure.service.reloading import guard_of, in_force
+from perdure.service.shown import denial
 from perdure.service.verbs import grant_event
 from perdure.session import SessionVerbs, listed
 from perdure.store import Store
@@ -155,7 +156,10 @@ class GovernedKeyspace(SessionVerbs):
             check_seconds(ttl_s, "ttl_s", limits.ttl_s_max)
         q = self._question(m.Write, array, 0, b"", b"", "", ttl_s, None, 0.0)
         with self._store.acting():
-            denied: Any = self._store.guard.refusal(self._peer, q)
+            try:
+                denied: Any = self._store.guard.refusal(self._peer, q)
+            except AccessDenied as error:  # keys of others' blocks
+                denied = denial(q, str(error))
             if denied is not None:
                 return WriteReport(np.frombuffer(denied.statuses, np.uint8).copy(), 0, 0, 0, 0.0, denied.reasons)
             with self._store.guard.entered(self._peer, q):
