@@ -4,7 +4,7 @@ Contract
 - What is there all the time is found. What comes or goes meanwhile may or may not be, and while keys of a slot are
   being moved one by one to another node, some may be missed: who lists takes what it gets for a hint.
 - A cursor is never carried from one node to another: if the slot moves meanwhile, its listing begins anew.
-- SCAN names no key, so a node that has given the slot away would say that nothing is there: a key is asked for with it.
+- SCAN names no key, so a node that has given the slot away answers it, with nothing. EXISTS before it is refused there.
 """
 
 from __future__ import annotations
