@@ -88,6 +88,7 @@ cluster_closed_s: Final = 7 * 86_400  # a writer that slept longer than this may
 cluster_lease_s_default: Final = 10.0  # who was silent for longer has lost its segments
 cluster_lease_s_min: Final = 1.0
 cluster_beat_s: Final = 0.5  # leases are renewed and the set of segments is looked at so often
+cluster_unseen_s: Final = 120.0  # twice what NFS remembers that a name was not there (acdirmax): then a file is gone
 cluster_orphans_s: Final = 5.0  # open segments of writers that have gone silent are looked for so often
 cluster_turn_s: Final = 10.0  # how long to wait for another host that is making room
 cluster_clock_s: Final = 60.0  # the cluster's clock is read again so often
