@@ -26,7 +26,7 @@ from perdure import keys as naming
 from perdure import limits
 from perdure.advice import Advice
 from perdure.catalog.api import Durability, KeyArray, Lease
-from perdure.errors import AccessDenied, InvalidArgument, PolicyError
+from perdure.errors import AccessDenied, InvalidArgument, PolicyError, StoreClosed
 from perdure.governance.actor import acting
 from perdure.governance.policy import Policies, load
 from perdure.governance.verbs import GovernanceVerbs
@@ -366,10 +366,16 @@ class GovernedStore(GovernanceVerbs, PublicationVerbs):
 
     # --- end
     def close(self) -> None:
-        """As `Store.close`; pins and leases end."""
-        self.peer.end()
-        self.guard.denials.flush(now=True)
-        self._store.close()
+        """As `Store.close`; pins and leases end. Idempotent."""
+        try:
+            self.check()
+        except StoreClosed:  # before, or it is the process's that this one was forked from
+            return
+        try:
+            self.peer.end()
+            self.guard.denials.flush(now=True)
+        finally:
+            self._store.close()
 
     def __enter__(self) -> GovernedStore:
         return self
