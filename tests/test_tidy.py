@@ -65,6 +65,7 @@ LAYERS = [
         "epochs",
         "erasure",
         "erasure_hosts",
+        "erasure_orders",
         "holds",
         "lifecycle",
         "selection",

@@ -5,7 +5,7 @@
     documents "hearing"/<host>       the number that a host has heard, and acted upon, for receipts
 
 Contract
-- What was heard counts for `limits.tenant_lease_s` from the moment it was asked for. A host that could not ask since then
+- What was heard counts for `limits.tenant_lease_s` from the moment it was asked for. A host that could not ask since
   finds nothing, delivers nothing and publishes nothing (`is_current`), until it hears again.
 - So whoever has ended an epoch, told the catalog (`tell`) and waited that long (`wait`) knows that no host delivers or
   publishes what is of an earlier one, whether it answers or not.

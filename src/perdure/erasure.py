@@ -1,11 +1,5 @@
 """Erasing: a tenant, or blocks of one, so that nobody can read them again, and a signed receipt that says so.
 
-    DIR/control/erasures/<id>.order     what was asked for, until it is done
-    DIR/control/erasures/<id>.survey    the same, of one that has waited, with what there was when it began
-    DIR/control/erasures/<id>.begun     where many hosts share the store: the same, and none of them can read it any more
-    DIR/control/erasures/<id>.keys      the blocks it concerns: from here on they are gone, and nothing stops it
-    DIR/control/erasures/<id>.receipt   it is done
-
 Contract
 - `erase` returns when what it concerns cannot be read any more, here and after any crash. A tenant's key and the secret
   of its names are destroyed, its epoch has passed; blocks are buried. What lies on the disk is given up behind serving,
@@ -36,6 +30,7 @@ from perdure.catalog.api import KeyArray, SegmentRecord, SegmentState, as_keys, 
 from perdure.core import Core
 from perdure.epochs import withdraw_tenant
 from perdure.erasure_hosts import left_open
+from perdure.erasure_orders import FOLDER, Order, checked, load_orders
 from perdure.errors import InvalidArgument, PerdureError
 from perdure.governance import receipts
 from perdure.governance.audit import Event
@@ -50,28 +45,7 @@ from perdure.segments.reclaim import Shredded
 from perdure.segments.recovery import entry_keys
 from perdure.tenants import KEYSPACES, cannot_be_read
 
-FOLDER: Final = "control/erasures"
 _SETTLE_S: Final = 0.02
-
-
-class Order(msgspec.Struct, omit_defaults=True):
-    """As `selection.About`; forgotten at the end. epoch: of a tenant, the first one that stays."""
-
-    id: str
-    kind: str
-    tenant: str
-    tenant_id: str
-    at_s: float
-    who: str = ""
-    target: str = ""
-    subject: str = ""
-    keys: list[str] = []
-    epoch: int = 0
-    blocks: int = 0  # what there was when it was ordered
-    bytes: int = 0
-    keyed: bool = False  # all of it was encrypted
-    hosts: list[int] = []  # see `Epochs.wait`
-    waited: bool = False  # for a hold: what there is of it is looked up when it begins
 
 
 class Erasures:
@@ -155,7 +129,7 @@ class Erasures:
     def state_of(self, order: str) -> dict[str, Any]:
         """{"id", "state"}: "held": it waits for a hold's end; "unreadable": what is on the disk is being given up;
         "erased", with "receipt"."""
-        if _checked(order) not in self._orders and self._core.sharing.shared:
+        if checked(order) not in self._orders and self._core.sharing.shared:
             self.look()
         known = self._orders.get(order)
         if known is None or self._core.read_only:
@@ -191,7 +165,7 @@ class Erasures:
 
         Raises StorePathError."""
         try:
-            names = self._load_orders()
+            names = load_orders(self._core, self._orders, self._begun)
         except OSError as error:
             raise cannot_be_read(self._core.path, FOLDER, error) from error
         for order in () if self._core.sharing.shared else self._orders.values():  # there it waits for others
@@ -202,25 +176,9 @@ class Erasures:
                     keys = self._core.files.read(f"{FOLDER}/{order.id}.keys") if known else b""
                     self._begin(order, as_keys([keys]) if known else None)
 
-    def _load_orders(self) -> list[str]:
-        """The names in the folder."""
-        files = self._core.files
-        names = files.list(FOLDER)
-        for name in names:
-            stem, _, kind = name.partition(".")
-            if kind == "order" and f"{stem}.receipt" not in names and stem not in self._orders:
-                newest = next(one for one in ("begun", "survey", "order") if f"{stem}.{one}" in names)
-                with contextlib.suppress(FileNotFoundError):  # another host has just ended it
-                    self._orders[stem] = msgspec.json.decode(files.read(f"{FOLDER}/{stem}.{newest}"), type=Order)
-                    self._begun |= {stem} if newest == "begun" else set()
-            elif kind != "receipt" and f"{stem}.receipt" in names and not self._core.read_only:
-                with contextlib.suppress(OSError):  # what was asked for is forgotten; tried again at the next opening
-                    files.unlink(f"{FOLDER}/{name}")
-        return names
-
     def look(self) -> None:
         """Where many share the store: what others were asked for, and what they have done. Raises OSError."""
-        names = set(self._load_orders())
+        names = set(load_orders(self._core, self._orders, self._begun))
         for order in [one for one in self._orders.values() if f"{one.id}.receipt" in names]:
             self._forget(order)
         self._start()
@@ -264,8 +222,9 @@ class Erasures:
 
     def _destroy_keys(self, tenant: bytes, order: Order) -> None:
         keystore = self._core.segments.keys
-        for epoch in range(order.epoch if keystore is not None else 0):
-            keystore.destroy_tenant(key_domain(tenant, epoch))
+        if keystore is not None:
+            for epoch in range(order.epoch):
+                keystore.destroy_tenant(key_domain(tenant, epoch))
 
     def _hide(self, keys: KeyArray) -> None:
         names = set(key_list(keys))
@@ -466,9 +425,3 @@ class Erasures:
 
 def _is_open(record: SegmentRecord | None) -> bool:
     return record is not None and record.state is SegmentState.OPEN
-
-
-def _checked(order: str) -> str:
-    if not (isinstance(order, str) and len(order) == 16 and all(one in "0123456789abcdef" for one in order)):
-        raise InvalidArgument(f"erasure {order!r}: an id has 16 hex digits")
-    return order

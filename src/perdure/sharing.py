@@ -170,7 +170,8 @@ class Among:
         boottime_s: Callable[[], float],
     ):
         """close_segment: let nothing more be published in a segment, as of now (seconds since 1970).
-        index_is_complete: what a dead writer published is known from the block index alone. boottime_s: see `Epochs`."""
+        index_is_complete: what a dead writer published is known from the block index alone.
+        boottime_s: see `Epochs`."""
         self._control, self._clock, self._table, self._lease_s = control, clock, table, lease_s
         self._close_segment, self._index_is_complete, self._each_beat = close_segment, index_is_complete, each_beat
         self._core: Core | None = None

@@ -36,8 +36,8 @@ FOLDER: Final = "control/tenants"
 KEYSPACES: Final = "keyspace"
 """Namespace of the identities of keyspaces, by their digest."""
 UNHEARD: Final = (
-    f"this host could not ask the cluster for {limits.tenant_lease_s:g} s which tenants were erased; nothing is read or "
-    "stored until it can"
+    f"this host could not ask the cluster for {limits.tenant_lease_s:g} s which tenants were erased; nothing is "
+    "read or stored until it can"
 )
 
 

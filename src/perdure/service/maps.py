@@ -5,7 +5,7 @@ Contract
 - A block is delivered only if its slot's header names the key and keyspace that were asked for, had an even generation
   before the copy and has the same one after it. Whatever else is seen is a miss here; the service is asked then.
 - x86-64 only (ordered loads): elsewhere there are no maps, and every read is a message.
-- Where many hosts share the store, nothing is delivered after the time until which the service may deliver (`UNTIL_NS`).
+- Where many hosts share the store, nothing is delivered after the time until which the service may (`UNTIL_NS`).
 - Everything seen here is the state of one run of the service. When that has ended, the maps are dropped as a whole.
 """
 
