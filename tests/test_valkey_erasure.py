@@ -18,7 +18,7 @@ from support.cluster import cluster as servers
 
 from perdure import PerdureError, Seams, limits
 from perdure.catalog.faulty import FaultyControl
-from perdure.errors import CatalogUnavailable
+from perdure.errors import CatalogUnavailable, InvalidArgument
 from perdure.io.engine import ThreadEngine
 from perdure.io.faulty import Fault, FaultyFiles
 from perdure.io.files import PosixFiles
@@ -237,3 +237,23 @@ def test_another_host_ends_what_a_dead_one_began(running: Servers, tmp_path: Pat
     assert steps > 10
     for n in range(1, steps + 1, 3):
         _die(running, tmp_path / str(n), n)
+
+
+# --- what is not built
+def test_what_is_not_built_is_refused_by_name(hosts: Hosts) -> None:
+    store = hosts.add()
+    space = keyspace(store)
+    keys = chain(space, 1, 2)
+    assert write(space, keys) == [STORED] * 2
+    for what in ({"blocks": [keys[0].tobytes()]}, {"session": "agent"}, {"subject": "someone"}):
+        with pytest.raises(InvalidArgument, match="a whole tenant can be erased there"):
+            store.erase(tenant="acme", **what)
+    store.core.cold = object()
+    try:
+        with pytest.raises(InvalidArgument, match="cold tier"):
+            store.erase(tenant="acme")
+    finally:
+        store.core.cold = None
+    with pytest.raises(InvalidArgument, match="hold: not built"):
+        store.hold(tenant="acme", reason="case")
+    assert read(space, keys) == [FOUND] * 2

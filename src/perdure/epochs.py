@@ -69,14 +69,20 @@ class Epochs:
         self._stop.set()
         if self._thread.is_alive():
             self._thread.join()
+        with contextlib.suppress(CatalogError):
+            self._unregister()
+
+    def _unregister(self) -> None:
         name, _ = self._acknowledged
         if name:
-            with contextlib.suppress(CatalogError):
-                self._control.compare_and_set(_HEARING, name, self._control.get(_HEARING, name), None)
+            self._control.compare_and_set(_HEARING, name, self._control.get(_HEARING, name), None)
 
     def is_current(self) -> bool:
-        """Whether what this host knows of epochs still counts."""
-        return self._boottime_s() < self.until_s
+        """Whether what this host knows of epochs still counts; counted where it does not."""
+        if self._boottime_s() < self.until_s:
+            return True
+        self._core.counters.add(catalog_errors=1)
+        return False
 
     def _run(self) -> None:
         while not self._stop.wait(limits.tenant_beat_s):
@@ -87,9 +93,11 @@ class Epochs:
                 self._core.counters.add(catalog_errors=1)
 
     # --- hearing
-    def refresh(self) -> None:
-        """Hear what has ended. Raises CatalogError: then what was heard before counts until its time ends."""
+    def refresh(self, *, untold: bool = False) -> None:
+        """Hear what has ended. untold: something has ended here. Raises CatalogError: then what was heard before counts
+        until its time ends."""
         with self._turn:
+            self._untold |= untold
             asked_s = self._boottime_s()
             for _ in range(_ATTEMPTS_MAX):
                 if not self._untold and self._is_newest():
@@ -101,7 +109,7 @@ class Epochs:
     def _is_newest(self) -> bool:
         raw = str(self._number).encode()
         if self._core.read_only:
-            return self._control.get(_HEARD, _NUMBER) == raw
+            return (self._control.get(_HEARD, _NUMBER) or b"-1") == raw
         return self._control.compare_and_set(_HEARD, _NUMBER, raw, raw)
 
     def _hear(self) -> None:
@@ -137,6 +145,8 @@ class Epochs:
         for tenant in gone:
             wipe(self._core.pool, tenant)
         name, number = mine
+        if name != self._acknowledged[0]:
+            self._unregister()
         present = self._control.get(_HEARING, name)
         if self._control.compare_and_set(_HEARING, name, present, str(number).encode()):
             self._acknowledged = mine
@@ -144,8 +154,7 @@ class Epochs:
     # --- telling
     def tell(self) -> None:
         """Let the others hear of what has ended here. Raises CatalogError: they may hear of it all the same."""
-        self._untold = True
-        self.refresh()
+        self.refresh(untold=True)
 
     def wait(self, stop: threading.Event) -> tuple[int, int]:
         """Until nobody can have missed what was told: (hosts that have heard it, hosts whose time has ended instead).

@@ -29,7 +29,7 @@ from perdure import limits
 from perdure.catalog.api import KeyArray, SegmentRecord, SegmentState, as_keys, fingerprints
 from perdure.core import Core
 from perdure.epochs import withdraw_tenant
-from perdure.erasure_hosts import left_open
+from perdure.erasure_hosts import check_possible, left_open, let_moves_end
 from perdure.erasure_orders import FOLDER, Order, checked, load_orders
 from perdure.errors import InvalidArgument, PerdureError
 from perdure.governance import receipts
@@ -74,9 +74,7 @@ class Erasures:
         """Returns the order's state, see `state_of`. Raises InvalidArgument, AuditUnavailable, CatalogError, OSError,
         KeyUnavailable; after the last two it goes on by itself."""
         core, audit = self._core, self._core.audit
-        if core.sharing.shared and kind != "tenant":
-            why = "not built for stores that several processes share (`catalog`); a whole tenant can be erased there"
-            raise InvalidArgument(f"erase: of a {kind} it is {why}")
+        check_possible(core, kind)
         with self._lock, core.publications.beginning:
             published = core.publications.names_of(tenant)
             if published:
@@ -289,6 +287,8 @@ class Erasures:
             self._pause(until, "calls from before it are still running")
         if core.cold is not None and not core.cold.promoter.forget(tenant, limits.erase_settle_s):
             raise OSError("blocks are on their way from the object store to the disk; tried again")
+        if core.sharing.shared:
+            let_moves_end(core)
         self._seal(tenant, order, until)
         keys = self._keys.get(order.id)
         for record in [one for one in core.table.all() if one.tenant == tenant]:

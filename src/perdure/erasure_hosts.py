@@ -7,8 +7,30 @@ does not hear are taken over once its lease has ended. Segments of the epoch tha
 
 from __future__ import annotations
 
+import errno
+
 from perdure.catalog.api import SegmentState
 from perdure.core import Core
+from perdure.errors import InvalidArgument
+
+
+def check_possible(core: Core, kind: str) -> None:
+    """Raises InvalidArgument where it is not built."""
+    if not core.sharing.shared:
+        return
+    if kind != "tenant":
+        why = "not built for stores that several processes share (`catalog`); a whole tenant can be erased there"
+        raise InvalidArgument(f"erase: of a {kind} it is {why}")
+    if core.cold is not None:
+        raise InvalidArgument("erase: not built for stores that several processes share and that have a cold tier")
+
+
+def let_moves_end(core: Core) -> None:
+    """Copies that a host was making of older blocks, to make room, are there: who begins later knows that they are
+    nobody's. Raises OSError, CatalogError."""
+    with core.reclaimer.turn() as mine:
+        if not mine:
+            raise OSError(errno.EAGAIN, "another host is making room; tried again")
 
 
 def left_open(core: Core, tenant: bytes, epoch: int) -> bool:
