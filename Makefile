@@ -17,14 +17,15 @@ CODE := $(wildcard src tests benchmarks)
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 export HF_HUB_OFFLINE := 1
 
-.PHONY: help setup tools demo test lint format bench bench-peers bench-service bench-storm bench-policy bench-sessions
+.PHONY: help setup tools demo test test-long lint format bench bench-peers bench-service bench-storm bench-policy bench-sessions
 .PHONY: bench-cluster scale demo-cluster demo-governance cluster-up cluster-down setup-engines test-engines demo-vllm
 .PHONY: bench-engines
 .PHONY: constraints constraints-vllm clean
 
 help:
 	@echo 'make demo         restore, continue and fork a real model'"'"'s context after kill -9 (a few minutes)'
-	@echo 'make test         the test suite; PYTEST_ARGS="-k keys -x" is passed on'
+	@echo 'make test         the test suite, a process per core (4 at most); PYTEST_ARGS="-k keys -x" is passed on'
+	@echo 'make test-long    the same, with a fault at every single operation instead of a sample of them'
 	@echo 'make lint         ruff check, ruff format --check, mypy --strict'
 	@echo 'make format       let ruff format and mend what it can'
 	@echo 'make bench        benchmarks against fio and memcpy; BENCH_ARGS="--json" is passed on'
@@ -119,7 +120,10 @@ cluster-down: $(READY)
 	@PYTHON=$(PY) deploy/cluster/cluster down .cluster
 
 test: $(READY)
-	@$(PY) -m pytest $(PYTEST_ARGS)
+	@$(PY) -m pytest -n logical --maxprocesses 4 --dist worksteal $(PYTEST_ARGS)
+
+test-long:
+	@PERDURE_SWEEP_ALL=1 $(MAKE) --no-print-directory test PYTEST_ARGS='--timeout 1800 $(PYTEST_ARGS)'
 
 lint: $(READY)
 	@$(PY) -m ruff check $(CODE)

@@ -27,6 +27,12 @@ SAY = "import sys, time; print('{}', file=sys.stderr, flush=True); time.sleep(60
 
 
 @pytest.fixture
+def tmp_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """With a short name: demos put sockets below their folders, and a socket's path has at most 107 bytes."""
+    return tmp_path_factory.mktemp("d")
+
+
+@pytest.fixture
 def model_cache(tmp_path: Path) -> Path:
     """A tiny Llama with random weights where the converted model is looked for."""
     torch = pytest.importorskip("torch", reason="torch is not installed: pip install perdure[transformers]")

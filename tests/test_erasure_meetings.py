@@ -13,10 +13,11 @@ from support.cold import BLOCK, Bucket, cold_everything, fill, opening, segment_
 from test_erasure import client_chain, client_keyspace, erased, on_disk, tokens
 from test_erasure import fill as fill_plain
 from test_erasure import opened as open_plain
-from test_roots import Place
+from test_roots import Place, stored
 from test_roots import place as place
 
 import perdure
+from perdure import limits
 from perdure.clock import FakeClock
 from perdure.errors import InvalidArgument
 from perdure.io.siblings import FaultWhile
@@ -84,6 +85,48 @@ def test_no_receipt_while_a_plain_object_is_left(cold: Open, clock: FakeClock, b
     clock.advance(10_000)
     assert store.core.erasures.wait(told["id"], 60.0)["state"] == "erased"
     assert not bucket.objects()
+
+
+def test_a_bucket_is_not_left_with_objects_that_are_to_be_deleted(cold: Open, clock: FakeClock, bucket: Bucket) -> None:
+    """With another one or none, nobody would delete them, and an erasure would count as done."""
+    store = cold()
+    fill(store, keyspace(store, block_bytes=BLOCK), clock, range(2))
+    cold_everything(store)
+    bucket.plan = FaultWhile("eio", ops=("unlink",))
+    for record in store.core.cold.tier.segments():
+        store.core.reclaimer.drop(record, None)
+    told = store.erase(tenant="acme", wait_s=1.0)
+    assert told["state"] == "unreadable"
+    store.close()
+    for other in ("off", "file:///elsewhere"):
+        with pytest.raises(InvalidArgument, match=r"2 segments lie in file://.*leave `cold` out"):
+            cold(cold=other)
+    with pytest.raises(InvalidArgument, match=rf"{told['id']}.*let the erasures end first"):
+        cold(cold="drop")
+    assert len(bucket.objects()) == 2
+    bucket.plan = FaultWhile("eio", ops=())
+    store = cold(cold=None)
+    assert store.core.erasures.wait(told["id"], 60.0)["state"] == "erased"
+    assert not bucket.objects()
+    store.close()
+    cold(cold="off")
+
+
+def test_a_hold_keeps_cold_segments_whose_blocks_have_moved(cold: Open, clock: FakeClock, bucket: Bucket) -> None:
+    store = cold()
+    space = keyspace(store, block_bytes=BLOCK)
+    (keys,) = fill(store, space, clock, range(1))
+    cold_everything(store)
+    hold = store.hold(tenant="acme", reason="litigation")
+    assert read(space, keys) == [FOUND] * len(keys)
+    assert store.core.cold.promoter.wait_idle(30.0)
+    assert store.status()["cold"]["blocks_promoted"] == len(keys)
+    store._keeper.chores()
+    assert len(bucket.objects()) == store.status()["cold"]["segments"] == 1
+    store.unhold(tenant="acme", hold=hold["id"])
+    store._keeper.chores()
+    assert not bucket.objects()
+    assert read(space, keys) == [FOUND] * len(keys)
 
 
 def test_a_cold_tier_is_not_dropped_while_something_is_on_hold(cold: Open, clock: FakeClock) -> None:
@@ -169,3 +212,29 @@ def test_no_receipt_while_a_root_with_a_plain_file_is_away(place: Place) -> None
     (order,) = place.store.core.erasures.waiting()
     assert place.store.core.erasures.wait(order["id"], 60.0)["state"] == "erased"
     assert not place.segments(1)
+
+
+@pytest.mark.parametrize("folder", ["segments", "mirrors"])
+def test_files_of_a_cold_segment_go_when_their_root_is_there_again(place: Place, tmp_path: Path, folder: str) -> None:
+    """The process died before it could unlink them; the next one finds the root away. Second copies are files, too."""
+    place.free = [limits.GIB, 9 * limits.GIB, 2 * limits.GIB]
+    url = f"file://{tmp_path}/bucket"
+    store = place.open(cold=url)
+    _, keys = stored(place, 1, durability="retained")
+    (name,) = [path for number in range(3) for path in place.segments(number, folder)]
+    (number,) = [number for number in range(3) if name.is_relative_to(place.paths[number])]
+    content = name.read_bytes()
+    cold_everything(store)
+    assert not name.exists()
+    name.write_bytes(content)
+    place.close()
+    if number:
+        place.unmount(number)
+    store = place.open()
+    store._keeper.chores()
+    if number:
+        place.mount(number)
+    place.tend()
+    store._keeper.chores()
+    assert not name.exists()
+    assert (data.read_back(data.keyspace(store), keys) == FOUND).all()

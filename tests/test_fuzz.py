@@ -12,9 +12,10 @@ from support.fuzz_messages import LiveService, fuzz_parsers
 
 FUZZ = os.environ.get("PERDURE_FUZZ") == "1"
 SEEDS = [random.randrange(2**32)] if FUZZ else [1, 2]
+CHOSEN = pytest.mark.parametrize("seed", SEEDS, ids=range(len(SEEDS)))  # the same names in each of pytest's processes
 
 
-@pytest.mark.parametrize("seed", SEEDS)
+@CHOSEN
 def test_parsers_refuse_with_typed_errors(seed: int) -> None:
     rng, tally = random.Random(seed), Counter[str]()
     for _ in range(50_000 if FUZZ else 2_000):
@@ -23,7 +24,7 @@ def test_parsers_refuse_with_typed_errors(seed: int) -> None:
     assert tally["refused"] > tally["decoded"] // 4
 
 
-@pytest.mark.parametrize("seed", SEEDS)
+@CHOSEN
 def test_a_live_service_outlives_hostile_clients(tmp_path: Path, seed: int) -> None:
     rng, tally = random.Random(seed), Counter[str]()
     with LiveService(tmp_path / "s") as service:

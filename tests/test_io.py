@@ -46,7 +46,7 @@ needs_aio = pytest.mark.skipif(not AioEngine.available(), reason="no native AIO 
 def shared_memory() -> Iterator[Path]:
     if not os.access(SHM, os.W_OK):
         pytest.skip("no writable /dev/shm")
-    directory = Path(tempfile.mkdtemp(prefix="perdure-test-", dir=SHM))
+    directory = Path(tempfile.mkdtemp(prefix="test-io-", dir=SHM))  # not `perdure`: a test beside this one may look now
     yield directory
     shutil.rmtree(directory)
 

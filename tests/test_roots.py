@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -272,6 +273,30 @@ def test_an_unmounted_root_loses_nothing_and_is_not_filled(place: Place) -> None
     assert place.states() == ["ok", "ok", "ok"]
     assert space.lookup(keys) == BLOCKS
     assert (read_back(space, keys) == FOUND).all()
+
+
+def test_a_reader_sees_that_a_root_is_there_again(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And writes nothing, not even to find out whether one that fails is well."""
+    place.free = [limits.GIB, 9 * limits.GIB, 2 * limits.GIB]
+    place.open()
+    _, keys = stored(place, 1)
+    place.close()
+    place.unmount(1)
+    monkeypatch.setattr(limits, "root_look_s", 0.01)
+    place.plans = dict.fromkeys(range(3), log := NthFault(0, "eio", ops=["create", "pwritev", "write_once", "unlink"]))
+    store = place.open(read_only=True, roots=None)
+    space = keyspace(store)
+    assert (read_back(space, keys) != FOUND).all()
+    assert place.states() == ["ok", "away", "ok"]
+    store.core.copies.roots.roots[2].failing = True  # type: ignore[union-attr]
+    place.clock.advance(limits.root_quiet_s + 1)
+    place.mount(1)
+    until = time.monotonic() + 20.0
+    while place.states()[1] == "away" and time.monotonic() < until:
+        time.sleep(0.01)
+    assert place.states() == ["ok", "ok", "failing"]
+    assert (read_back(space, keys) == FOUND).all()
+    assert log.log == []
 
 
 def test_unmounted_while_in_use(place: Place) -> None:
@@ -583,6 +608,49 @@ def test_copying_cut_off_at_every_step(place: Place, kind: Any, lost: int) -> No
     else:
         pytest.fail("it never ended")
     assert steps > 5 or kind == "torn"
+
+
+class Meanwhile:
+    """Does something once, before the n-th operation of a kind on a path; nothing fails."""
+
+    def __init__(self, op: str, path: str, act: Callable[[], None]):
+        self._op, self._path, self._act = op, path, act
+        self.left = 0
+
+    def next(self, op: str, path: str, nbytes: int) -> None:
+        if op == self._op and self._path in path:
+            self.left -= 1
+            if self.left == 0:
+                self._act()
+
+    def wait(self) -> None:
+        raise AssertionError("nothing hangs")
+
+
+@pytest.mark.parametrize(("op", "number"), [("open", 4), ("pwritev", 1)])  # looked for in three roots; and again
+def test_a_copy_of_what_is_erased_meanwhile_is_not_made(place: Place, op: str, number: int) -> None:
+    """When its receipt says that it is gone, nothing is left in any root, nor made any more."""
+    place.open()
+    stored(place, 1, durability="retained")
+    place.close()
+    _, second = both(place)
+    second.unlink()
+    second.with_suffix(".idx").unlink()
+    told: list[str] = []
+
+    def erase() -> None:
+        assert place.store is not None
+        told.append(place.store.erase(tenant="acme", wait_s=30.0)["state"])
+
+    plan = Meanwhile(op, "mirrors/", erase)
+    place.plans = dict.fromkeys(range(3), plan)
+    store = place.open()
+    plan.left = number
+    assert store.core.copies is not None
+    store.core.copies.tend()
+    assert told == ["erased"]
+    assert not [*place.at.rglob("*.seg"), *place.at.rglob("*.idx")]
+    assert store.core.space.used == 0
 
 
 # --- what is said about them

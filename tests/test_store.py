@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager
 from pathlib import Path
@@ -20,6 +21,7 @@ from perdure.advice import advise
 from perdure.catalog.faulty import FailCalls, FaultyIndex
 from perdure.clock import FakeClock
 from perdure.io.api import Files
+from perdure.io.engine import ThreadEngine
 from perdure.io.files import PosixFiles
 from perdure.io.siblings import FaultWhile, FaultyFiles, NthFault, ThrottledFiles
 from perdure.rates import Rates
@@ -562,3 +564,44 @@ def test_unknown_options_name_the_nearest(tmp_path: Path) -> None:
     with pytest.raises(perdure.UnknownOption, match="'capacity'"):
         perdure.open(tmp_path / "s", capcity="1GiB")
     assert not (tmp_path / "s").exists()
+
+
+@pytest.mark.parametrize("what", ["pool", "thread"])
+def test_an_opening_that_fails_leaves_nothing_behind(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, what: str
+) -> None:
+    """No engine, no thread, no descriptor, no lock: it can be tried again."""
+    engines: list[str] = []
+
+    class Engine(ThreadEngine):
+        def __init__(self) -> None:
+            super().__init__()
+            engines.append("opened")
+
+        def close(self) -> None:
+            super().close()
+            engines.append("closed")
+
+    perdure.open(tmp_path / "s", memory=0).close()
+    before = set(threading.enumerate()), set(os.listdir("/proc/self/fd"))
+    start = threading.Thread.start
+
+    def pool(nbytes: int) -> Any:
+        raise MemoryError(f"{nbytes} bytes")
+
+    def refused(thread: threading.Thread) -> None:
+        if thread.name == "perdure-keeper":  # not the first one
+            raise RuntimeError("can't start new thread")
+        start(thread)
+
+    seams = Seams(engine=Engine)
+    if what == "pool":
+        seams.pool = pool
+    else:
+        monkeypatch.setattr(threading.Thread, "start", refused)
+    with pytest.raises((MemoryError, RuntimeError)):
+        perdure.open(tmp_path / "s", memory="16MiB", seams=seams)
+    assert engines == ["opened", "closed"]
+    assert (set(threading.enumerate()), set(os.listdir("/proc/self/fd"))) == before
+    monkeypatch.undo()
+    perdure.open(tmp_path / "s", memory=0).close()

@@ -356,6 +356,15 @@ def test_a_slot_that_is_half_moved(own: Servers, index: ValkeyIndex) -> None:
     assert_holds(index, np.concatenate([keys, more]), np.concatenate([make_records(30), make_records(10)]))
 
 
+def test_a_listing_finds_a_slot_that_moved_while_nobody_asked(own: Servers, index: ValkeyIndex) -> None:
+    group = 11
+    slot, keys = Names(b"store", limits.cluster_index_slots).slots[group], keys_of_group(group, 20)
+    publish(index, keys, make_records(20))
+    source = own.owner(slot)
+    move_keys(own, source, next(node for node in own.primaries if node is not source), slot)
+    assert index.scan(b"", 100)[0].tolist() == sorted(keys.tolist())
+
+
 @pytest.mark.slow
 def test_no_acknowledged_increment_is_lost(own: Servers, control: ValkeyControl) -> None:
     """Counters by compare-and-set from several clients, each with a map of its own, while primaries are stopped and

@@ -2,7 +2,8 @@
 
 Contract
 - The bucket is remembered in the control store: whoever opens the store finds its cold segments. It cannot be changed
-  while any are there; `cold="off"` needs there to be none, `cold="drop"` gives up those there are.
+  while any are there, or objects of segments that are gone; `cold="off"` needs there to be none, `cold="drop"` gives up
+  those there are.
 - `cold_capacity` is remembered too. Credentials and endpoint are not: they come from the environment of each process.
 """
 
@@ -53,14 +54,16 @@ def choice_of(
     nbytes = parse_size(_CAPACITY_DEFAULT if stored is None else int(stored), "cold_capacity")
     if capacity is not None:
         nbytes = parse_size(capacity, "cold_capacity")
-    there = sum(record.cold for record in table.all())
     url = known if cold is None else "" if cold in (_OFF, _DROP) else check_url(cold)
     if capacity is not None and not url:
         raise InvalidArgument(f"cold_capacity={capacity!r}: there is no cold tier; pass cold='s3://BUCKET/PREFIX' too")
+    there = {record.segment for record in table.all() if record.cold} if url != known or cold == _DROP else set()
+    if url != known:  # objects that are to be deleted, too: in another bucket nobody would find them
+        there |= {segment for segment, _ in control.items(LEDGER)}
     if there and url != known and cold != _DROP:
         raise InvalidArgument(
-            f"cold={cold!r}: {there} segments lie in {known}; leave `cold` out to go on using them, or pass "
-            "cold='drop' to give them up"
+            f"cold={cold!r}: {len(there)} segments lie in {known}; leave `cold` out to go on using them (what nobody "
+            "needs any more is deleted there within minutes), or pass cold='drop' to give them up"
         )
     if there and cold == _DROP and (waiting := pending()):
         raise InvalidArgument(

@@ -1,5 +1,6 @@
 """The store's background threads: one opens up (rebuilds a lost index, indexes what a dead writer left, fills the
-presence index), one keeps house, and over several roots one tends them and the second copies.
+presence index), one keeps house, and over several roots one tends them and the second copies. Of a store that is opened
+read-only it only sees when a root is there again.
 
 Contract
 - Serving never waits for them: until the store is opened up, negative answers fall through to the catalog.
@@ -40,16 +41,14 @@ class Keeper:
         self.rebuild_error: str | None = None  # why the last attempt to rebuild a lost index is incomplete
         self.progress: tuple[int, int] = (0, 0)  # segments of a rebuild: done, all
         self._recency_tick = core.tick()
-        self._threads = [
-            threading.Thread(target=self._open_up, name="perdure-open", daemon=True),
-            threading.Thread(target=self._run, name="perdure-keeper", daemon=True),
-        ]
-        if core.copies is not None:
-            self._threads.append(threading.Thread(target=self._tend, name="perdure-roots", daemon=True))
+        tasks: list[tuple[Callable[[], None], str]] = []
+        if not core.read_only:
+            tasks = [(self._open_up, "open"), (self._run, "keeper")]
+            tasks += [(self._run_cold, "cold")] * (core.cold is not None)
+        tasks += [(self._tend, "roots")] * (core.copies is not None)
+        self._threads = [threading.Thread(target=one, name=f"perdure-{name}", daemon=True) for one, name in tasks]
 
     def start(self) -> None:
-        if self._core.cold is not None:
-            self._threads.append(threading.Thread(target=self._run_cold, name="perdure-cold", daemon=True))
         for thread in self._threads:
             thread.start()
 
@@ -58,7 +57,8 @@ class Keeper:
         self._stop.set()
         self._core.pending.wake()
         for thread in self._threads:
-            thread.join()
+            if thread.ident is not None:
+                thread.join()
 
     def _open_up(self) -> None:
         wait_s = limits.background_retry_s
@@ -100,7 +100,10 @@ class Keeper:
         """Look at roots that were out of service, and complete and repair second copies."""
         if self._core.copies is None:
             return
-        if self._core.copies.roots.look():
+        back = self._core.copies.roots.look(probe=not self._core.read_only)
+        if self._core.read_only:
+            return
+        if back:
             self.readmit()
         self._core.copies.tend(self._stop.is_set)
 
@@ -119,6 +122,8 @@ class Keeper:
             expires_s=np.ascontiguousarray(there["expires_s"]),
             only_absent=True,
         )
+        if core.cold is not None:
+            core.cold.tier.find_left_over()
 
     def _run_cold(self) -> None:
         while not self._stop.wait(limits.cold_check_s):

@@ -161,11 +161,12 @@ class Store(Governing, Publishing):
             self._core.publications = Publications(self._core, self._check)
             self._admissions = Admissions(admission, self._core.clock.boottime, self._core.kept_s)
             self._core.erasures = serve(self._core)
+            undo.callback(self._core.erasures.stop)
             self._core.erasures.load()
-            undo.pop_all()
-        self._keeper = Keeper(self._core)
-        if not read_only:
+            self._keeper = Keeper(self._core)
+            undo.callback(self._keeper.stop)
             self._keeper.start()
+            undo.pop_all()
         _open_stores.add(self)
 
     def _assemble(
@@ -190,6 +191,7 @@ class Store(Governing, Publishing):
         shared = self._catalogs.shared
         table = SegmentTable(control, self._catalogs.news())
         sharing = self._catalogs.sharing(control, clock, table)
+        undo.callback(sharing.leave)
         if not read_only and not shared:
             take_over(control, sharing.owner)
         places, roots = place()
@@ -201,9 +203,9 @@ class Store(Governing, Publishing):
             keys.tidy(lambda segment: table.get(segment) is not None or segments.exists(segment))
         undo.callback(segments.close)
         tenants = Tenants(places[0], keys, control, secret, read_only=read_only)
-        engine, scratch, pool = cold_tier.engine_for(cold, seams.engine()), Scratch(), seams.pool(memory_bytes)
-        engine = engine if roots is None else NotingEngine(engine)
+        engine = cold_tier.engine_for(cold, seams.engine() if roots is None else NotingEngine(seams.engine()))
         undo.callback(engine.close)
+        scratch, pool = Scratch(), seams.pool(memory_bytes)
         undo.callback(pool.close)
         cores = len(os.sched_getaffinity(0))
         # On a disk smaller than the capacity, too, reclaim needs a choice of segments.
@@ -236,7 +238,6 @@ class Store(Governing, Publishing):
         if not read_only:
             core.reserve_catalog_space()
         sharing.join(core)
-        undo.callback(sharing.leave)
         return core
 
     # --- use
@@ -337,8 +338,8 @@ class Store(Governing, Publishing):
                 steps.callback(flush_pending, core, last=True)
                 if core.cold is not None:
                     steps.callback(core.cold.close)
-                steps.callback(self._keeper.stop)
                 steps.callback(core.erasures.stop)
+            steps.callback(self._keeper.stop)
 
     @property
     def core(self) -> Core:

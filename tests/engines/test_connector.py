@@ -255,6 +255,10 @@ def test_a_canary_that_agrees_changes_nothing(engine: Callable[..., Any]) -> Non
     second = engine(extra={"canary_percent": 100})
     second.ask("a", prompt, tokens=20)
     assert second.external["a"] == 192 - 16
+    for number in range(200):  # a thread compares; what it found is told in a later step
+        if second.counters["canaries"]:
+            break
+        second.ask(f"later {number}", prompt_of(3))
     assert second.counters["canaries"] == 1
     assert second.counters["canaries_tripped"] == 0
 

@@ -4,6 +4,7 @@ Contract
 - What is there all the time is found. What comes or goes meanwhile may or may not be, and while keys of a slot are
   being moved one by one to another node, some may be missed: who lists takes what it gets for a hint.
 - A cursor is never carried from one node to another: if the slot moves meanwhile, its listing begins anew.
+- SCAN names no key, so a node that has given the slot away answers it, with nothing. EXISTS before it is refused there.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from typing import Any
 from perdure import limits
 from perdure.catalog.valkey_cluster import Cluster, Unit, replies_of
 from perdure.catalog.valkey_link import Command
-from perdure.catalog.valkey_names import GROUPS, Names, first_key
+from perdure.catalog.valkey_names import GROUPS, USAGE, Names, first_key
 
 
 def everything(cluster: Cluster, names: Names, questions: dict[int, Command], wait_s: float) -> dict[int, list[bytes]]:
@@ -26,7 +27,12 @@ def everything(cluster: Cluster, names: Names, questions: dict[int, Command], wa
     cursors = dict.fromkeys(questions, b"0")
     began = _owners(cluster, names, cursors, wait_s)
     while cursors:
-        units = {group: Unit(names.slots[group], [_step(questions[group], cursors[group])]) for group in cursors}
+        units = {
+            group: Unit(
+                names.slots[group], [("EXISTS", names.key(group, USAGE)), _step(questions[group], cursors[group])]
+            )
+            for group in cursors
+        }
         cluster.run(list(units.values()), time.monotonic() + wait_s)
         replies_of(list(units.values()), "listing")
         now = _owners(cluster, names, cursors, wait_s)
@@ -34,7 +40,7 @@ def everything(cluster: Cluster, names: Names, questions: dict[int, Command], wa
             if now[group] is not began[group]:
                 began[group], cursors[group], out[group] = now[group], b"0", []
                 continue
-            cursors[group], found = unit.reply
+            cursors[group], found = unit.replies[1]
             out[group] += found
             if cursors[group] == b"0":
                 del cursors[group]

@@ -183,15 +183,16 @@ class Roots:
         """Whether all roots are there: what is not found then is gone."""
         return not any(root.away for root in self.roots)
 
-    def look(self) -> bool:
-        """Look again at roots that are away or fail; whether one has come back into service."""
+    def look(self, *, probe: bool = True) -> bool:
+        """Look again at roots that are away or fail; whether one has come back into service. probe: those that fail are
+        tried, which writes to them."""
         back = False
         for root in self.roots:
             self._confirm(root)
             if root.away and not root.absent():
                 root.files = root.files or root.make()
                 root.away, back = "", True
-            if root.failing and not root.away and self._is_well(root):
+            if probe and root.failing and not root.away and self._is_well(root):
                 root.failing, back = False, True
         return back
 

@@ -228,7 +228,9 @@ class ColdTier:
 
     # --- gone
     def find_left_over(self) -> None:
-        """Files of cold segments: a process died before it could unlink them. Raises OSError."""
+        """Files of cold segments, where a process died before it could unlink them; also when a root is there again.
+
+        Raises OSError."""
         on_disk = set(self._segments.list())
         self._left_over |= {record.segment for record in self.segments()} & on_disk
         self._looked = True

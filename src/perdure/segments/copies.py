@@ -8,6 +8,8 @@ Contract
 - Nothing is copied while a root is away: what is missing may be there. That is no error.
 - What was written is read again before it counts, and an index replaces a damaged one only as the other copy has it.
 - A root that cannot tell (an I/O error, a key that is not there now) is no verdict: OSError, tried again later.
+- A segment that is given up meanwhile (erased, evicted, gone to the cold tier) leaves nothing behind, also after a
+  crash: no file is made once its deletion has begun.
 - Never: on the way of a request; `reader` only notes which segments a read had to turn to the other copy for.
 """
 
@@ -23,7 +25,7 @@ from numpy.typing import NDArray
 
 from perdure.catalog.api import Durability, SegmentRecord, SegmentState
 from perdure.errors import FormatError, RootUnavailable
-from perdure.io.api import Engine, File, IOClass, Request
+from perdure.io.api import Engine, File, Files, IOClass, Request
 from perdure.io.memory import Scratch
 from perdure.io.roots import Roots
 from perdure.segments import format as fmt
@@ -54,7 +56,6 @@ class Copies:
         self._segments, self._table, self._reader = segments, table, reader
         self._engine, self._scratch, self._count = engine, scratch, count
         self._whole: set[bytes] = set()  # seen with both copies by this process
-        self._mended: set[bytes] = set()  # since the last time: what was given up meanwhile left nothing behind
 
     def status(self) -> dict[str, Any]:
         """The roots, how many of them are out of service, and sealed retained segments without two copies at hand."""
@@ -70,9 +71,6 @@ class Copies:
     def tend(self, stopped: Callable[[], bool] = lambda: False) -> None:
         """Repair what reads found bad, and complete what has no second copy. Raises the first OSError at the end."""
         problem: OSError | None = None
-        given_up, self._mended = {one for one in self._mended if self._table.get(one) is None}, set()
-        for segment in given_up:
-            self._segments.delete(segment)
         suspects = self._segments.take_suspects()
         self._whole -= suspects
         for record in self._retained():
@@ -87,6 +85,8 @@ class Copies:
                     self.mend(record)
                 self._whole.add(record.segment)
             except OSError as error:
+                if self._is_given_up(record.segment):
+                    continue
                 if not isinstance(error, RootUnavailable):
                     problem = problem or error
                 if record.segment in suspects:
@@ -118,7 +118,6 @@ class Copies:
     def mend(self, record: SegmentRecord) -> None:
         """Make both copies whole, as far as either has it. Raises OSError."""
         segment = record.segment
-        self._mended.add(segment)
         entries = self._entries(record)
         with self._both(segment) as (files, made):
             for at in range(0, len(entries), _BLOCKS):
@@ -160,12 +159,27 @@ class Copies:
                     files.append(self._segments.roots[side].open(segment_path(segment), write=True))
                     made.append(False)
                 except FileNotFoundError:
-                    files.append(self._segments.roots[side].create(segment_path(segment)))
+                    with self._making(segment):
+                        files.append(self._segments.roots[side].create(segment_path(segment)))
                     made.append(True)
             yield files, made
         finally:
             for file in files:
                 file.close()
+
+    @contextmanager
+    def _making(self, segment: bytes) -> Iterator[None]:
+        """Around making a file, while no deletion is under way. Raises OSError: there has been one."""
+        with self._segments.making:
+            if self._is_given_up(segment):
+                raise FileNotFoundError(errno.ENOENT, "given up meanwhile", segment_path(segment))
+            self._segments.roots[0].open(index_path(segment), direct=False).close()  # goes before the record does
+            yield
+
+    def _is_given_up(self, segment: bytes) -> bool:
+        """Deleted, or in the cold tier."""
+        record = self._table.get(segment)
+        return record is None or record.cold
 
     def _good(self, entries: NDArray[np.void], side: int) -> NDArray[np.bool_]:
         """Which records verify in one copy."""
@@ -192,18 +206,22 @@ class Copies:
 
     def _write_indexes(self, record: SegmentRecord, entries: NDArray[np.void]) -> None:
         """Where a copy has none, or a damaged one."""
-        path, secret = index_path(record.segment), self._segments.secret(record.segment)
-        for side in _SIDES:
-            files = self._segments.roots[side]
+        secret = self._segments.secret(record.segment)
+        data = fmt.pack_index(record.segment, record.tenant, record.sealed_bytes, entries, secret)
+        for files in self._segments.roots:
+            self._write_index(files, record.segment, data)
+
+    def _write_index(self, files: Files, segment: bytes, data: bytes) -> None:
+        path = index_path(segment)
+        with self._making(segment):
             try:
                 with closing(files.open(path, direct=False, write=True)) as file:
                     content = bytearray(file.size())
                     file.preadv([memoryview(content)], 0)
-                fmt.unpack_index(bytes(content), record.segment, secret)
+                fmt.unpack_index(bytes(content), segment, self._segments.secret(segment))
+                return
             except FileNotFoundError:
                 pass
             except FormatError:
                 files.unlink(path)
-            else:
-                continue
-            files.write_once(path, fmt.pack_index(record.segment, record.tenant, record.sealed_bytes, entries, secret))
+            files.write_once(path, data)

@@ -152,9 +152,9 @@ class Demoter:
         with self._reclaimer.turn() as mine:
             if not mine or not self._presence.complete:  # who else uses the store may know of blocks there
                 return 0
-            held = set(np.unique(self._presence.columns().segment).tolist())
+            held, frozen = set(np.unique(self._presence.columns().segment).tolist()), self._reclaimer.frozen()
             for record in self._tier.segments():
-                if self._table.ordinal(record.segment) not in held:
+                if record.tenant not in frozen and self._table.ordinal(record.segment) not in held:
                     dropped += self._reclaimer.drop(record, None) is Outcome.GONE
         return dropped
 

@@ -67,6 +67,7 @@ class SegmentStore:
         self._deletions = 0
         self._suspects: set[bytes] = set()
         self._lock = threading.Lock()
+        self.making = threading.Lock()  # while a file of a copy is made, or the files of a segment are deleted
 
     def secret(self, segment: bytes) -> bytes:
         """Secret of a segment's header MACs."""
@@ -189,13 +190,14 @@ class SegmentStore:
         self._unlink(segment, (segment_path(segment),))
 
     def _unlink(self, segment: bytes, paths: Sequence[str]) -> None:
-        for root in self.roots:
-            for path in paths:
+        with self.making:
+            for root in self.roots:
+                for path in paths:
+                    with contextlib.suppress(FileNotFoundError):
+                        root.unlink(path)
+                # Else a power cut could bring back files whose control record is gone: bytes nobody would account for.
                 with contextlib.suppress(FileNotFoundError):
-                    root.unlink(path)
-            # Else a power cut could bring back files whose control record is gone: bytes nobody would account for.
-            with contextlib.suppress(FileNotFoundError):
-                root.sync_directory(segment_path(segment).rpartition("/")[0])
+                    root.sync_directory(segment_path(segment).rpartition("/")[0])
 
     def exists(self, segment: bytes) -> bool:
         """Whether a root has its file, or may have it, being away. Raises OSError."""
@@ -249,9 +251,9 @@ class SegmentStore:
             handle.file.close()
 
     def list(self) -> builtins.list[bytes]:
-        """Ids of all segment files in the first root, in id (time) order."""
-        files = _files(self.roots[0])
-        return sorted(segment for _, segment, suffix in files if suffix == "seg")
+        """Ids of all segment files, second copies included, in id (time) order."""
+        files = (one for root in self.roots for one in _files(root))
+        return sorted({segment for _, segment, suffix in files if suffix == "seg"})
 
     def temporaries(self) -> Iterator[tuple[Files, str, bytes]]:
         """(root, path, segment) of files that a `write_once` left when its process died."""

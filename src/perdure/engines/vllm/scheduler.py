@@ -114,9 +114,7 @@ class Scheduler:
         if request.skip_reading_prefix_cache:
             self.tally.add(prompt_logprobs=1)
         elif self._working:
-            names = request.block_hashes[:]
-            self._promoter.later(lambda: self._generated.asked(names))
-            self._start(state, self._local_tokens(request))
+            self._start(state, self._local_tokens(request), fresh=True)
 
     def _state(self, request: Any) -> RequestState:
         state = self._requests.get(request.request_id)
@@ -154,18 +152,26 @@ class Scheduler:
         confirmed = min(request.num_tokens - 1, len(request.block_hashes) * self._hash_tokens)
         return int(max(0, confirmed // step * step))
 
-    def _start(self, state: RequestState, first: int) -> None:
+    def _start(self, state: RequestState, first: int, *, fresh: bool = False) -> None:
         self._let_go(state)
         request, weights, adapter = state.request, self._epochs.known, state.request.lora_request
         limit = self._limit(request)
         if weights is None or not self._working:
             return
         self.tally.add(lookups=1)
+
+        def names() -> list[bytes]:
+            found = self._names(state)[: limit // self._hash_tokens]
+            if fresh:  # here: a call of a thread costs a step 0.1 ms
+                self._generated.asked(found)
+            return found
+
         state.promotion = self._promoter.start(
-            lambda: self._names(state)[: limit // self._hash_tokens], min(first, limit), limit,
-            lambda: self._spaces(weights, self._adapters.find(adapter)),
+            names, min(first, limit), limit, lambda: self._spaces(weights, self._adapters.find(adapter)),
             self._settings.mode == "on", self._settings.promote_wait_ms_max / 1000,
         )  # fmt: skip
+        if fresh and limit <= first:  # there is nothing to promote
+            self._promoter.later(names)
 
     def _spaces(self, weights: Weights, lora: str) -> Spaces:
         return [[self._link.space(weights.digest, lora, one) for one in alike] for alike in weights.layouts]
@@ -233,8 +239,7 @@ class Scheduler:
             self.tally.add(shadow_hits=1, shadow_hit_tokens=tokens, shadow_saved_seconds=saved_s)
 
     def _is_canary(self, request: Any) -> bool:
-        percent = self._settings.canary_percent
-        return percent > 0 and zlib.crc32(request.request_id.encode()) % 10_000 < 100 * percent
+        return zlib.crc32(request.request_id.encode()) % 10_000 < 100 * self._settings.canary_percent
 
     def _let_go(self, state: RequestState) -> None:
         promotion, state.promotion = state.promotion, None
@@ -295,8 +300,8 @@ class Scheduler:
 
     def _transfer(self, request: Any, parts: list[Part]) -> Transfer:
         self._job += 1
-        lora = self._adapters.known(request.lora_request) or ""
-        return Transfer(self._job, request.request_id, self._epochs.number, lora, parts)
+        lora = self._adapters.known(request.lora_request)
+        return Transfer(self._job, request.request_id, self._epochs.number, lora or "", parts)
 
     # --- each step
     def plan(self, output: Any) -> Plan:
@@ -424,11 +429,8 @@ class Scheduler:
         weights, state = self._epochs.known, self._requests.get(request.request_id)
         if weights is None or state is None or not self._working:
             return 0, list, list
-        adapter = request.lora_request
-        return (
-            self._limit(request), lambda: self._spaces(weights, self._adapters.find(adapter)),
-            lambda: self._names(state)[:],
-        )  # fmt: skip
+        spaces = partial(lambda adapter: self._spaces(weights, self._adapters.find(adapter)), request.lora_request)
+        return self._limit(request), spaces, lambda: self._names(state)[:]
 
     def new_epoch(self) -> None:
         """The weights may be others from now on: nothing of before is offered, nothing of after stored as of before."""
