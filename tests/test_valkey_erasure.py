@@ -6,7 +6,7 @@ import threading
 from collections.abc import Iterator
 from contextlib import ExitStack, suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
@@ -17,6 +17,7 @@ from support.cluster import Hosts, eventually
 from support.cluster import cluster as servers
 
 from perdure import PerdureError, Seams, limits
+from perdure.catalog.api import ControlStore
 from perdure.catalog.faulty import FaultyControl
 from perdure.errors import CatalogUnavailable, InvalidArgument
 from perdure.io.engine import ThreadEngine
@@ -87,25 +88,28 @@ def test_what_one_host_erased_no_other_delivers(hosts: Hosts, encryption: str) -
 
 # --- a host that hears nothing
 class Cut:
-    """A host's changes do not reach the catalog any more; what it asks is still answered, as by a server that was cut
-    off with it."""
+    """A host's control store that does not answer any more; the block index still does."""
 
-    def __init__(self) -> None:
-        self.on = False
+    def __init__(self, inner: ControlStore, on: threading.Event):
+        self._inner, self._on = inner, on
 
-    def next(self, op: str) -> str | None:
-        return "error" if self.on else None
+    def __getattr__(self, name: str) -> Any:
+        if self._on.is_set():
+            raise CatalogUnavailable(f"{name}: nobody answers")
+        return getattr(self._inner, name)
 
 
 def test_a_host_that_is_cut_off_delivers_nothing(hosts: Hosts) -> None:
-    cut = Cut()
+    cut = threading.Event()
     one = hosts.add(encryption="on")
-    two = hosts.add(memory="16MiB", encryption="on", seams=Seams(control=lambda inner: FaultyControl(inner, cut)))
+    two = hosts.add(
+        memory="16MiB", encryption="on", seams=Seams(control=lambda inner: cast(ControlStore, Cut(inner, cut)))
+    )
     here, there, far = keyspace(one), keyspace(two), keyspace(two, tenant="globex")
     keys, others = chain(here, 1, 10), chain(far, 2, 10)
     assert [write(here, keys), write(far, others)] == [[STORED] * 10] * 2
     assert read(there, keys) == [FOUND] * 10
-    cut.on = True
+    cut.set()
     assert read(there, keys) == [FOUND] * 10  # nobody can have erased it yet
     told = one.erase(tenant="acme")
     for space, some in ((there, keys), (far, others)):  # whose it is makes no difference
@@ -119,7 +123,7 @@ def test_a_host_that_is_cut_off_delivers_nothing(hosts: Hosts) -> None:
     told = one.core.erasures.wait(told["id"], WAIT_S)
     assert told["state"] == "erased", told
     assert "hosts 1 had heard, leases of 1 had ended\n" in told["receipt"]["statement"]
-    cut.on = False
+    cut.clear()
     eventually(lambda: read(far, others) == [FOUND] * 10, "it hears again")
     assert read(there, keys) == [MISSING] * 10
     assert write(keyspace(two), chain(keyspace(two), 1, 10)) == [STORED] * 10

@@ -9,8 +9,8 @@ Contract
   finds nothing, delivers nothing and publishes nothing (`is_current`), until it hears again.
 - So whoever has ended an epoch, told the catalog (`tell`) and waited that long (`wait`) knows that no host delivers or
   publishes what is of an earlier one, whether it answers or not.
-- To hear is a change that a replica acknowledges: a primary that was cut off from the others tells nobody anything.
-  A store that was opened to read only reads, and may believe such a primary until that one notices.
+- To tell is a change that a replica acknowledges; to hear is to read, so that hosts go on where no replica is left. A
+  primary that slept until its replica took over may answer with what it knew until it notices, a tenth of a second.
 - Files are the truth (`tenants.FOLDER`): a catalog that knows less is told again.
 """
 
@@ -107,10 +107,7 @@ class Epochs:
         raise CatalogUnavailable("catalog: tenants' epochs change faster than they can be heard; tried again")
 
     def _is_newest(self) -> bool:
-        raw = str(self._number).encode()
-        if self._core.read_only:
-            return (self._control.get(_HEARD, _NUMBER) or b"-1") == raw
-        return self._control.compare_and_set(_HEARD, _NUMBER, raw, raw)
+        return int(self._control.get(_HEARD, _NUMBER) or -1) == self._number
 
     def _hear(self) -> None:
         """All epochs, and tell those that the catalog does not know."""
@@ -138,7 +135,7 @@ class Epochs:
     def _acknowledge(self) -> None:
         """This host has nothing in memory or under way any more of what has ended."""
         mine = self._core.sharing.owner, self._number
-        if mine == self._acknowledged or not self._tenants.settled():
+        if self._core.read_only or mine == self._acknowledged or not self._tenants.settled():
             return
         gone, self._let_go = self._let_go, []
         let_go(self._core, gone)
