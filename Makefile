@@ -25,7 +25,7 @@ export HF_HUB_OFFLINE := 1
 help:
 	@echo 'make demo         restore, continue and fork a real model'"'"'s context after kill -9 (a few minutes)'
 	@echo 'make test         the test suite, a process per core (4 at most); PYTEST_ARGS="-k keys -x" is passed on'
-	@echo 'make test-long    the same, with a fault at every single operation instead of a sample of them'
+	@echo 'make test-long    the same, with a fault at every single operation instead of a sample, and more kills'
 	@echo 'make lint         ruff check, ruff format --check, mypy --strict'
 	@echo 'make format       let ruff format and mend what it can'
 	@echo 'make bench        benchmarks against fio and memcpy; BENCH_ARGS="--json" is passed on'

@@ -228,6 +228,26 @@ def test_rotation_cut_off_at_every_step(tmp_path: Path) -> None:
             keystore(folder).key(TENANT, SEGMENTS[0])
 
 
+def test_hosts_with_a_key_file_each_are_told_apart(tmp_path: Path) -> None:
+    """At their first start each makes one; the first counts, a copy of it is as good, also after it was rotated."""
+    folder, files = tmp_path / "keystore", [tmp_path / name / "kek.json" for name in ("one", "two", "three")]
+    folder.mkdir()
+    one = kek_of(f"file:{files[0]}", folder)
+    with pytest.raises(KeyUnavailable, match=r"two/kek\.json: is another key file .*put a copy of that one here"):
+        kek_of(f"file:{files[1]}", folder)
+    keystore(folder, kek=lambda: one).create(TENANT, SEGMENTS[0])
+    with pytest.raises(KeyUnavailable, match="another key file"):
+        kek_of(f"file:{files[1]}", folder)
+    with pytest.raises(KeyUnavailable, match="missing; restore it"):
+        kek_of(f"file:{files[2]}", folder)
+    keystore(folder, kek=lambda: one).rotate()
+    shutil.copy(files[0], files[1])
+    two = kek_of(f"file:{files[1]}", folder)
+    assert keystore(folder, kek=lambda: two).key(TENANT, SEGMENTS[0])
+    files[0].write_text(files[0].read_text().replace(', "name": "', ', "other": "'))  # as before files had names
+    assert keystore(folder, kek=lambda: kek_of(f"file:{files[0]}", folder)).key(TENANT, SEGMENTS[0])
+
+
 def test_a_kek_that_is_gone_denies_after_the_lease(tmp_path: Path) -> None:
     clock = Clock()
     keys = keystore(tmp_path, clock)

@@ -528,6 +528,31 @@ def test_an_unreadable_block_gives_way_to_a_new_copy(tmp_path: Path) -> None:
             assert (blocks.read_back(space_of(store), keys) == FOUND).all()
 
 
+@pytest.mark.parametrize("asked", ["ephemeral", "session", "retained"])
+def test_a_new_copy_of_an_unreadable_block_keeps_what_was_promised(tmp_path: Path, asked: str) -> None:
+    """40. An ephemeral copy that takes the place of a session's block is as durable as that, and lives as long."""
+    plan = FaultWhile("eio", ops=["preadv"])
+    plan.armed = False
+    seams = Seams(files=lambda root: FaultyFiles(PosixFiles(root), plan), engine=ThreadEngine)
+    with perdure.open(tmp_path / "store", memory=0, seams=seams) as store:
+        assert store.wait_ready(sweep.BOUND_S)
+        space = space_of(store)
+        keys = blocks.chain(space, 1, 3)
+        assert blocks.write(space, keys, "session").durable
+        plan.armed = True
+        assert (blocks.read_back(space, keys) == BlockStatus.CORRUPT).all()
+        plan.armed = False
+        report = blocks.write(space, keys, asked, ttl_s=60.0)
+        assert (report.statuses == WriteStatus.STORED).all(), report.reasons
+        store.sync()
+        present, records = store.core.index.lookup(keys)
+        assert present.all()
+        assert set(records["durability"].tolist()) == {
+            max(perdure.Durability.SESSION, perdure.Durability[asked.upper()])
+        }
+        assert set(records["expires_s"].tolist()) == {0}
+
+
 def test_failed_copies_do_not_use_up_the_reserve(folder: Path) -> None:
     """Moves fail for a while; each attempt to make room leaves copies nobody knows of. Later there is room again."""
     path, armed = sweep.copy_store(folder, "closed", "run"), ArmedCalls(FailCalls(1, times=1 << 30, op="replace"))

@@ -23,6 +23,7 @@ from support.victim import Victim, Victims, victims
 
 SEED = int(os.environ.get("PERDURE_KILL_SEED", "0")) or random.SystemRandom().randrange(1 << 30)
 ROUNDS_PER_EPISODE = 20
+REPEATS = 4 if os.environ.get("PERDURE_SWEEP_ALL") == "1" else 1  # each run draws another seed, here and in CI
 
 SPACES: list[dict[str, Any]] = [
     {"tenant": "acme"},
@@ -122,7 +123,7 @@ EPISODES = [
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("repeat", range(2))
+@pytest.mark.parametrize("repeat", range(REPEATS))
 @pytest.mark.parametrize("episode", EPISODES, ids=lambda episode: episode.name)
 def test_killed_at_random_points(server: Victims, tmp_path: Path, episode: Episode, repeat: int) -> None:
     seed = SEED + 1000 * repeat + EPISODES.index(episode)

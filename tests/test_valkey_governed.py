@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import shutil
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
@@ -22,7 +23,7 @@ from support.cluster import cluster as servers
 import perdure
 from perdure import limits
 from perdure.cli import main
-from perdure.errors import InvalidArgument
+from perdure.errors import InvalidArgument, KeyUnavailable
 from perdure.governance import audit_look
 from perdure.governance.terms import Document, Quota
 from perdure.segments.format import record_bytes
@@ -127,6 +128,20 @@ def test_a_quota_is_shared(hosts: Hosts, monkeypatch: pytest.MonkeyPatch) -> Non
         eventually(lambda: any(writer.write(next(numbers), 1) for writer in writers), "a part has ended")
     assert not any(writer.write(next(numbers), 1) for writer in writers)
     assert stored() == most
+
+
+def test_a_key_file_of_its_own_is_refused(hosts: Hosts, tmp_path: Path) -> None:
+    """Else each host would wrap some tenants' keys so that the others cannot read them."""
+    files = [tmp_path / f"host{number}.kek" for number in range(2)]
+    one = hosts.add(encryption="on", kek=f"file:{files[0]}")
+    with pytest.raises(KeyUnavailable, match="another key file"):
+        hosts.add(encryption="on", kek=f"file:{files[1]}")
+    shutil.copy(files[0], files[1])
+    two = hosts.add(encryption="on", kek=f"file:{files[1]}")
+    spaces = [keyspace(store) for store in (one, two)]
+    keys = chain(spaces[0], 1, 4)
+    assert write(spaces[0], keys) == [STORED] * 4
+    assert read(spaces[1], keys) == [FOUND] * 4
 
 
 def test_what_one_host_encrypts_the_others_read(hosts: Hosts) -> None:

@@ -18,7 +18,7 @@ from support.cluster import Cluster as Servers
 from support.cluster import Hosts, eventually
 from support.cluster import cluster as servers
 
-from perdure import Seams
+from perdure import Seams, limits
 from perdure.clock import SystemClock
 from perdure.errors import CatalogUnavailable
 from perdure.governance.terms import Document, Quota
@@ -199,6 +199,50 @@ def test_a_host_that_lost_its_mount_ends_no_dead_writers_segment(hosts: Hosts) -
     for each in lost:
         each.on = False
     assert read(keyspace(hosts.add()), keys) == [FOUND] * 20
+
+
+class Behind(Lost):
+    """As NFS: it remembers that names of new files were not there. The directories are."""
+
+    def list(self, path: str) -> list[str]:
+        return FilesAround.list(self, path)
+
+
+class Later(SystemClock):
+    ahead_s = 0.0
+
+    def wall(self) -> float:
+        return super().wall() + self.ahead_s
+
+
+def test_a_host_that_does_not_see_a_new_file_yet_does_not_take_it_for_gone(hosts: Hosts) -> None:
+    """NFS remembers for up to a minute that a name was not there, a lease ends after seconds."""
+    one, made, clock = hosts.add(), list[Behind](), Later()
+
+    def files(root: str) -> Behind:
+        made.append(Behind(PosixFiles(root)))
+        return made[-1]
+
+    two = hosts.add(seams=Seams(files=files, clock=clock))
+    keys = chain(keyspace(one), 1, 20)
+    assert write(keyspace(one), keys, durability="session") == [STORED] * 20
+    (record,) = one.core.control.segments()
+    sharing: Any = one.core.sharing
+    sharing._stop.set()
+    sharing._thread.join()
+    eventually(lambda: one.core.clock.boottime() >= sharing._lease.deadline_s, "the lease has ended")
+    for each in made:
+        each.on = True
+    assert not two._keeper.attempt(two._keeper.recover)
+    assert "this host may not see it yet" in str(two._keeper.last_error)
+    assert two.core.reclaimer.drop(record, None) is Outcome.STAYS
+    for each in made:
+        each.on = False
+    assert read(keyspace(hosts.add()), keys) == [FOUND] * 20
+    for each in made:
+        each.on = True
+    clock.ahead_s = limits.cluster_unseen_s + 1
+    assert two.core.recovery.is_gone(record.segment), "by then it has heard of it"
 
 
 class SlowQuotas:

@@ -208,6 +208,8 @@ class Unreadable:
             self._records[key] = record
 
     def among(self, keys: KeyArray) -> NDArray[np.bool_]:
+        if not self._records:
+            return np.zeros(len(keys), bool)
         with self._lock:
             return np.fromiter((key.tobytes() in self._records for key in keys), bool, len(keys))
 

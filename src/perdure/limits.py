@@ -90,6 +90,7 @@ cluster_lease_s_min: Final = 1.0
 tenant_lease_s: Final = 2.0  # a host that has not heard for so long which tenants were erased delivers nothing
 tenant_beat_s: Final = 0.5  # and it asks so often
 cluster_beat_s: Final = 0.5  # leases are renewed and the set of segments is looked at so often
+cluster_unseen_s: Final = 120.0  # twice what NFS remembers that a name was not there (acdirmax): then a file is gone
 cluster_orphans_s: Final = 5.0  # open segments of writers that have gone silent are looked for so often
 cluster_turn_s: Final = 10.0  # how long to wait for another host that is making room
 cluster_clock_s: Final = 60.0  # the cluster's clock is read again so often

@@ -197,6 +197,7 @@ class Among:
     def join(self, core: Core) -> None:
         self._core = core
         core.space.look = self.refresh
+        core.recovery.unseen = lambda record: self._clock.wall() - record.created_s < limits.cluster_unseen_s
         self._register()
         self.epochs = Epochs(self._control, core, self._boottime_s, self._hosts)
         self.epochs.start()

@@ -196,7 +196,7 @@ class Store(Governing, Publishing):
             take_over(control, sharing.owner)
         places, roots = place()
         cold = cold_tier.choice_of(control, table, *self._cold, read_only, partial(pending, places[0]))
-        keys = self._open_keys(path, secret, read_only)
+        keys = self._open_keys(path, secret, read_only, shared)
         segments = SegmentStore(places, secret, keys)
         if not read_only and not shared:
             # a file without a record, too: of a control store that is older than it, nothing may be made unreadable

@@ -142,7 +142,8 @@ def _new_blocks(core: Core, keys: KeyArray, terms: Terms, report: WriteReport) -
     prints = fingerprints(keys)
     complete = core.presence.complete  # before the probe: the fill may end meanwhile
     maybe = core.presence.probe(prints) >= 0
-    if complete and core.presence.complete and not maybe.any():
+    unreadable = core.unreadable.among(keys)  # counts as missing; what was promised for it is in its record
+    if complete and core.presence.complete and not maybe.any() and not unreadable.any():
         enough = np.zeros(len(keys), bool)
     else:
         try:
@@ -157,8 +158,7 @@ def _new_blocks(core: Core, keys: KeyArray, terms: Terms, report: WriteReport) -
         draining = np.zeros(len(keys), bool)
         draining[present] = [core.table.is_draining(segment) for segment in records["segment"][present].tolist()]
         enough = present & ~draining & satisfies(records, wanted, core.expiry_now())
-        if core.unreadable:
-            enough &= ~core.unreadable.among(keys)
+        enough &= ~unreadable
         terms = _strengthened(terms, records[core.alive(present, records) & ~enough])
         unseen = enough & ~maybe  # published by another thread, which has not shown them yet
         show(core, keys[unseen], records[unseen], only_absent=True)

@@ -53,6 +53,7 @@ class Unit:
     replies: list[Any] = field(default_factory=list)
     problem: str = ""  # why there are no replies
     doubtful: bool = False  # it was sent before without an answer
+    by: Node | None = None  # who answered
     _asking: Node | None = None
     _sources: frozenset[str] = frozenset()  # scripts the node does not know
 
@@ -194,7 +195,7 @@ class Cluster:
                 self._refreshed_at = 0.0
                 return
             raise CatalogError(f"catalog: {node}: {reply}")
-        unit.replies = replies
+        unit.replies, unit.by = replies, node
 
     # --- the map of slots
 

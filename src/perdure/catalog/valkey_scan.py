@@ -13,51 +13,40 @@ import threading
 import time
 from bisect import bisect_left
 from collections.abc import Callable
-from typing import Any
 
 from perdure import limits
 from perdure.catalog.valkey_cluster import Cluster, Unit, replies_of
-from perdure.catalog.valkey_link import Command
-from perdure.catalog.valkey_names import GROUPS, USAGE, Names, first_key
+from perdure.catalog.valkey_link import Command, Node
+from perdure.catalog.valkey_names import GROUPS, Names, first_key
 
 
 def everything(cluster: Cluster, names: Names, questions: dict[int, Command], wait_s: float) -> dict[int, list[bytes]]:
     """All that SCAN (with its pattern) or HSCAN (with its key) gives for each group. Each step may take `wait_s`."""
     out: dict[int, list[bytes]] = {group: [] for group in questions}
     cursors = dict.fromkeys(questions, b"0")
-    began = _owners(cluster, names, cursors, wait_s)
+    asked: dict[int, Node | None] = {}
     while cursors:
-        units = {
-            group: Unit(
-                names.slots[group], [("EXISTS", names.key(group, USAGE)), _step(questions[group], cursors[group])]
-            )
-            for group in cursors
-        }
+        units = {group: Unit(names.slots[group], _step(questions[group], cursors[group])) for group in cursors}
         cluster.run(list(units.values()), time.monotonic() + wait_s)
         replies_of(list(units.values()), "listing")
-        now = _owners(cluster, names, cursors, wait_s)
         for group, unit in units.items():
-            if now[group] is not began[group]:
-                began[group], cursors[group], out[group] = now[group], b"0", []
+            if asked.setdefault(group, unit.by) is not unit.by:
+                del asked[group]
+                cursors[group], out[group] = b"0", []
                 continue
-            cursors[group], found = unit.replies[1]
+            cursors[group], found = unit.replies[-1]
             out[group] += found
             if cursors[group] == b"0":
                 del cursors[group]
     return out
 
 
-def _step(question: Command, cursor: bytes) -> Command:
-    """SCAN cursor MATCH pattern, or HSCAN key cursor."""
+def _step(question: Command, cursor: bytes) -> list[Command]:
+    """SCAN cursor MATCH pattern, or HSCAN key cursor; both are sent on by a node that does not have the slot."""
     count = ("COUNT", limits.cluster_listing_keys)
     if question[0] == "SCAN":
-        return ("SCAN", cursor, "MATCH", question[1], *count)
-    return (*question, cursor, *count)
-
-
-def _owners(cluster: Cluster, names: Names, groups: dict[int, Any], wait_s: float) -> dict[int, object]:
-    slots = [names.slots[group] for group in groups]
-    return dict(zip(groups, cluster.owners(slots, time.monotonic() + wait_s), strict=True))
+        return [("EXISTS", question[1]), ("SCAN", cursor, "MATCH", question[1], *count)]
+    return [(*question, cursor, *count)]
 
 
 class Listing:

@@ -7,6 +7,8 @@ away.
 Contract
 - What was wrapped says which version of the key it needs; old versions stay until `retire`, so a rotation may be cut
   off anywhere and be repeated.
+- A file that is not in the keystore has a name, and the keystore knows it: of hosts that share the store and have a
+  file each, all but the first one are refused, before anything is wrapped.
 - Raises KeyUnavailable: missing, slow (bounded by `limits.key_service_s`), refused, or another key than before.
 """
 
@@ -28,6 +30,8 @@ from perdure.governance.audit_files import write_new
 from perdure.io.files import PosixFiles
 
 KEY_BYTES: Final = 32
+_FILE: Final = "kek.file"
+"""In the keystore: name of the file outside that wraps its keys."""
 NONCE_BYTES: Final = 12
 
 
@@ -76,7 +80,7 @@ class Kek(Protocol):
 
 
 class FileKek:
-    """A JSON file: {"newest": id, "keys": {id: hex}}; made at the first time if `create`."""
+    """A JSON file: {"newest": id, "keys": {id: hex}, "name": id}; made at the first time if `create`."""
 
     def __init__(self, path: Path, *, create: bool):
         self._path = path
@@ -85,15 +89,16 @@ class FileKek:
                 raise KeyUnavailable(f"{path}: missing; restore it, without it no encrypted block can be read")
             path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
             try:  # of several processes that share it the first one's counts
-                PosixFiles(str(path.parent)).write_once(path.name, _content(*_added({})))
+                PosixFiles(str(path.parent)).write_once(path.name, _content(*_added({}), secrets.token_hex(8)))
             except OSError as error:
                 raise KeyUnavailable(f"{path}: cannot be written ({error})") from error
+        self.name = ""  # of files that were made before they had names
         self._read()
 
     def _read(self) -> tuple[dict[str, str], str]:
         try:
             content = json.loads(self._path.read_text())
-            keys, newest = dict(content["keys"]), str(content["newest"])
+            keys, newest, self.name = dict(content["keys"]), str(content["newest"]), str(content.get("name", ""))
             if any(len(bytes.fromhex(key)) != KEY_BYTES for key in keys.values()) or newest not in keys:
                 raise ValueError("not 32 bytes each, or the newest is missing")
         except (OSError, ValueError, KeyError, TypeError) as error:
@@ -102,7 +107,7 @@ class FileKek:
 
     def _write(self, keys: dict[str, str], newest: str) -> None:
         try:
-            overwrite(self._path, keep=_content(keys, newest))
+            overwrite(self._path, keep=_content(keys, newest, self.name))
         except OSError as error:
             raise KeyUnavailable(f"{self._path}: cannot be written ({error})") from error
 
@@ -135,8 +140,8 @@ def _added(keys: dict[str, str]) -> tuple[dict[str, str], str]:
     return keys | {name: secrets.token_hex(KEY_BYTES)}, name
 
 
-def _content(keys: dict[str, str], newest: str) -> bytes:
-    return json.dumps({"newest": newest, "keys": keys}).encode()
+def _content(keys: dict[str, str], newest: str, name: str) -> bytes:
+    return json.dumps({"newest": newest, "keys": keys} | ({"name": name} if name else {})).encode()
 
 
 class VaultKek:
@@ -186,12 +191,14 @@ class VaultKek:
 def kek_of(text: str, folder: Path) -> Kek:
     """From a setting: "" (a file in the keystore's folder), "file:PATH", "vault:URL#KEY", "pkcs11:..." (RFC 7512). A
     file, or a key in a module, is made only for a keystore that has no keys yet. Raises ConfigError, KeyUnavailable."""
-    create = not any((folder / name).exists() for name in ("tenants", "segments"))
+    create = _is_new(folder)
     kind, _, rest = text.partition(":")
     if not text:
         return FileKek(folder / "kek.json", create=create)
     if kind == "file" and rest:
-        return FileKek(Path(rest), create=create)
+        made = FileKek(Path(rest), create=create)
+        _check_name(made, Path(rest), folder, create)
+        return made
     url, _, name = rest.rpartition("#")
     if kind == "vault" and url and name:
         return VaultKek(url, name)
@@ -200,3 +207,35 @@ def kek_of(text: str, folder: Path) -> Kek:
 
         return Pkcs11Kek(text, create=create)
     raise ConfigError(f"kek={text!r}: write file:PATH, vault:https://HOST:8200#KEY or pkcs11:URI")
+
+
+def agree(text: str, folder: Path) -> None:
+    """Of a keystore that other processes share: find out before it is used whether all have the same key.
+
+    A file that is missing is no disagreement. Raises ConfigError, KeyUnavailable."""
+    kind, _, rest = text.partition(":")
+    if kind == "file" and rest and (_is_new(folder) or Path(rest).exists()):
+        kek_of(text, folder)
+
+
+def _is_new(folder: Path) -> bool:
+    """Whether the keystore has no keys yet."""
+    return not any((folder / name).exists() for name in ("tenants", "segments"))
+
+
+def _check_name(kek: FileKek, path: Path, folder: Path, create: bool) -> None:
+    """create: nothing was wrapped yet, so this file's name counts if no other one does."""
+    files = PosixFiles(str(folder))
+    try:
+        if create and kek.name:
+            files.write_once(_FILE, kek.name.encode())
+        known = files.read(_FILE).decode()
+    except FileNotFoundError:
+        return
+    except OSError as error:
+        raise KeyUnavailable(f"{folder / _FILE}: {error}; check owner, mode, mount") from error
+    if kek.name and kek.name != known:
+        raise KeyUnavailable(
+            f"{path}: is another key file ({kek.name}) than the one that wraps this store's keys ({known}): put a copy "
+            "of that one here (the host that opened the store first has it), or use vault:... or pkcs11:... everywhere"
+        )

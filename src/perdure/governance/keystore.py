@@ -40,7 +40,7 @@ from perdure import limits
 from perdure.errors import InvalidArgument, KeyDestroyed, KeyUnavailable
 from perdure.governance.audit import AuditLog, Event
 from perdure.governance.audit_files import lasting, sync_folder, write_new
-from perdure.governance.kek import KEY_BYTES, Kek, kek_of, overwrite, seal, unseal
+from perdure.governance.kek import KEY_BYTES, Kek, agree, kek_of, overwrite, seal, unseal
 from perdure.io.files import PosixFiles
 from perdure.keys import derive, tenant_id, tenant_secret
 
@@ -359,17 +359,20 @@ def rotate(keys: Keystore, audit: AuditLog | None) -> int:
 
 
 def open_keystore(
-    directory: Path, root_secret: bytes, read_only: bool, *, encryption: str = "auto", kek: str = ""
+    directory: Path, root_secret: bytes, read_only: bool, shared: bool, *, encryption: str = "auto", kek: str = ""
 ) -> Keystore:
     """The keys of a store. encryption: "on", "off", "tenants:NAME,NAME" or "auto" (as last time, at first off).
 
-    kek: see `kek_of`. Raises InvalidArgument, KeyUnavailable."""
+    shared: other processes may use the store, on other hosts too. kek: see `kek_of`. Raises InvalidArgument,
+    ConfigError, KeyUnavailable."""
     folder = directory / "keystore"
     check_encryption(encryption)
     try:
         encryption = lasting(folder / _MODE, "auto" if read_only else encryption, "off")
     except OSError as error:
         raise KeyUnavailable(f"{folder}: {error}; check owner, mode, mount") from error
+    if shared and encryption != "off" and not read_only:
+        agree(kek, folder)
     everyone = encryption == "on"
     ids = {tenant_id(tenant_secret(root_secret, name)) for name in check_encryption(encryption)}
     return Keystore(folder, lambda: kek_of(kek, folder), lambda tenant: everyone or tenant in ids, mode=encryption)

@@ -6,6 +6,7 @@ Contract
 - What the block index knows decides which of them were published; when the index is lost, every record whose payload
   verifies is taken (its writer had the right to store it; the acknowledgement may be missing).
 - A disk, or a keystore, that cannot tell is not a verdict: that is raised, and nothing is decided about the segment.
+  Nor is a file that is not found where another host may just have made it (`unseen`).
 - Runs beside serving. Never replays, never changes a segment file, never brings back a record that `dead` refuses.
 """
 
@@ -40,6 +41,7 @@ class Recovery:
     ):
         self._segments, self._table, self._engine = segments, table, engine
         self._scratch, self._reader = scratch, reader
+        self.unseen: Callable[[SegmentRecord], bool] = lambda record: False  # its file may be there all the same
 
     def scan(self, segment: bytes) -> tuple[NDArray[np.void], int]:
         """Entries (INDEX_ENTRY) of all valid headers in a segment file, and the file's size. Raises OSError."""
@@ -91,7 +93,7 @@ class Recovery:
         try:
             return self.scan(segment)[0]
         except FileNotFoundError:
-            self._segments.check_mounted()
+            self._check_gone(segment)
             return np.zeros(0, fmt.INDEX_ENTRY)
 
     def is_gone(self, segment: bytes) -> bool:
@@ -99,9 +101,17 @@ class Recovery:
         try:
             self._segments.reopen(segment).close()
         except FileNotFoundError:
-            self._segments.check_mounted()
+            self._check_gone(segment)
             return True
         return False
+
+    def _check_gone(self, segment: bytes) -> None:
+        """Its file is not found: raises OSError if that says nothing."""
+        self._segments.check_mounted()
+        record = self._table.get(segment)
+        if record is not None and self.unseen(record):
+            why = f"not found; it is younger than {limits.cluster_unseen_s:.0f} s, so this host may not see it yet"
+            raise OSError(errno.ESTALE, why, segment.hex())
 
     def remove_temporaries(self, owner: bytes) -> None:
         """Remove index objects that dead writers left half-written; `owner` is who may be writing some right now."""
@@ -117,7 +127,7 @@ class Recovery:
         try:
             entries, size = self.scan(segment)
         except FileNotFoundError:  # died between control record and file; its key may be there
-            self._segments.check_mounted()
+            self._check_gone(segment)
             self._segments.delete(segment)
             self._table.delete(segment)
             return None
