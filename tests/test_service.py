@@ -206,6 +206,24 @@ def test_an_absent_key_is_sure_only_by_the_table_that_was_asked(tmp_path: Path) 
         assert maps.prefix(chain(space, 2, 3)) == (0, True)
 
 
+def test_maps_deliver_nothing_after_the_time_until_which_the_service_may(tmp_path: Path) -> None:
+    """A stopped service of many that share a store cannot tell its engines that a tenant was erased."""
+    with serving(tmp_path / "s", memory="16MiB"), perdure.connect(tmp_path / "s") as client:
+        space = keyspace(client)
+        keys, size = chain(space, 1, 3), space.layout.block_bytes
+        write(space, keys)
+        call = space.begin()
+        maps = client.maps(call.run, space.tenant_id, call.space, call.until)
+        words = maps._directory
+        assert words is not None
+        known, into = list(words), [[memoryview(bytearray(size))] for _ in keys]
+        now_ns = time.clock_gettime_ns(time.CLOCK_BOOTTIME)
+        for until_ns, delivered in ((0, True), (now_ns + 600 * 10**9, True), (now_ns, False), (1, False)):
+            known[shared.UNTIL_NS] = until_ns
+            maps._directory = known  # type: ignore[assignment]
+            assert maps.copy(space.digest, keys, size, into).tolist() == [delivered] * 3
+
+
 # --- registered memory
 @pytest.mark.parametrize("kind", ["landing", "sealed", "unsealed"])
 def test_registered_memory_is_read_into_and_written_from(tmp_path: Path, kind: str) -> None:

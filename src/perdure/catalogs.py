@@ -194,10 +194,11 @@ class InCluster:
             return control.get(STORE_NAMESPACE, INDEX_LOST_KEY) is None and self._index.is_whole()
 
         if self._read_only:
-            return Onlooker(table)
+            return Onlooker(control, table, self._clock.own_boottime)
         return Among(
-            control, clock, table, self._lease_s, self._index.close_segment, index_is_complete, self._clock.keep_time
-        )
+            control, clock, table, self._lease_s, self._index.close_segment, index_is_complete,
+            self._clock.keep_time, self._clock.own_boottime,
+        )  # fmt: skip
 
     def watch(self, waiters: Waiters) -> None:
         channels = self._index.channels() | self._control.channels()
@@ -244,6 +245,10 @@ class SharedClock:
 
     def boottime(self) -> float:
         return self._clock.boottime() + self._offset_s
+
+    def own_boottime(self) -> float:
+        """This host's alone: it never jumps."""
+        return self._clock.boottime()
 
     def wall(self) -> float:
         return self._clock.wall()

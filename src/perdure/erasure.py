@@ -1,10 +1,5 @@
 """Erasing: a tenant, or blocks of one, so that nobody can read them again, and a signed receipt that says so.
 
-    DIR/control/erasures/<id>.order     what was asked for, until it is done
-    DIR/control/erasures/<id>.survey    the same, of one that has waited, with what there was when it began
-    DIR/control/erasures/<id>.keys      the blocks it concerns: from here on they are gone, and nothing stops it
-    DIR/control/erasures/<id>.receipt   it is done
-
 Contract
 - `erase` returns when what it concerns cannot be read any more, here and after any crash. A tenant's key and the secret
   of its names are destroyed, its epoch has passed; blocks are buried. What lies on the disk is given up behind serving,
@@ -12,6 +7,8 @@ Contract
 - Blocks that share a segment with others: those are copied to a segment with a key of its own, and the old key and file
   destroyed. Every copy of the blocks counts, those in the garbage of a segment too.
 - Recorded before it begins, and when it is done; if that cannot be, nothing is erased (AuditUnavailable).
+- Where many hosts share the store, a tenant's epoch has passed on all of them (`perdure.epochs`) before its keys are
+  destroyed and `erase` returns. One host at a time goes on with it, under a lease; any other does if that one dies.
 - A hold beats it: then the order waits, and is carried out when the hold is taken off.
 - Never: a block that was not named; an order undone by a restart, a rebuild or a full disk.
 """
@@ -31,9 +28,14 @@ import numpy as np
 from perdure import limits
 from perdure.catalog.api import KeyArray, SegmentRecord, SegmentState, as_keys, fingerprints
 from perdure.core import Core
+from perdure.epochs import withdraw_tenant
+from perdure.erasure_hosts import check_possible, left_open, let_moves_end
+from perdure.erasure_orders import FOLDER, Order, checked, load_orders
 from perdure.errors import InvalidArgument, PerdureError
 from perdure.governance import receipts
 from perdure.governance.audit import Event
+from perdure.governance.audit_files import signer_of
+from perdure.governance.audit_look import prove
 from perdure.keeper import settle_unsealed
 from perdure.keys import key_domain, key_list
 from perdure.pool.wiping import wipe, withdraw
@@ -43,27 +45,7 @@ from perdure.segments.reclaim import Shredded
 from perdure.segments.recovery import entry_keys
 from perdure.tenants import KEYSPACES, cannot_be_read
 
-FOLDER: Final = "control/erasures"
 _SETTLE_S: Final = 0.02
-
-
-class Order(msgspec.Struct, omit_defaults=True):
-    """As `selection.About`; forgotten at the end. epoch: of a tenant, the first one that stays."""
-
-    id: str
-    kind: str
-    tenant: str
-    tenant_id: str
-    at_s: float
-    who: str = ""
-    target: str = ""
-    subject: str = ""
-    keys: list[str] = []
-    epoch: int = 0
-    blocks: int = 0  # what there was when it was ordered
-    bytes: int = 0
-    keyed: bool = False  # all of it was encrypted
-    waited: bool = False  # for a hold: what there is of it is looked up when it begins
 
 
 class Erasures:
@@ -92,8 +74,7 @@ class Erasures:
         """Returns the order's state, see `state_of`. Raises InvalidArgument, AuditUnavailable, CatalogError, OSError,
         KeyUnavailable; after the last two it goes on by itself."""
         core, audit = self._core, self._core.audit
-        if core.sharing.shared:
-            raise InvalidArgument("erase: not built for stores that several processes share; leave `catalog` out")
+        check_possible(core, kind)
         with self._lock, core.publications.beginning:
             published = core.publications.names_of(tenant)
             if published:
@@ -146,7 +127,9 @@ class Erasures:
     def state_of(self, order: str) -> dict[str, Any]:
         """{"id", "state"}: "held": it waits for a hold's end; "unreadable": what is on the disk is being given up;
         "erased", with "receipt"."""
-        known = self._orders.get(_checked(order))
+        if checked(order) not in self._orders and self._core.sharing.shared:
+            self.look()
+        known = self._orders.get(order)
         if known is None or self._core.read_only:
             with contextlib.suppress(FileNotFoundError):
                 receipt = self._core.files.read(f"{FOLDER}/{order}.receipt")
@@ -180,10 +163,10 @@ class Erasures:
 
         Raises StorePathError."""
         try:
-            names = self._load_orders()
+            names = load_orders(self._core, self._orders, self._begun)
         except OSError as error:
             raise cannot_be_read(self._core.path, FOLDER, error) from error
-        for order in self._orders.values():
+        for order in () if self._core.sharing.shared else self._orders.values():  # there it waits for others
             known = f"{order.id}.keys" in names
             begun = self._core.tenants.epoch(bytes.fromhex(order.tenant_id)) >= order.epoch > 0
             if known or begun:
@@ -191,19 +174,12 @@ class Erasures:
                     keys = self._core.files.read(f"{FOLDER}/{order.id}.keys") if known else b""
                     self._begin(order, as_keys([keys]) if known else None)
 
-    def _load_orders(self) -> list[str]:
-        """The names in the folder."""
-        files = self._core.files
-        names = files.list(FOLDER)
-        for name in names:
-            stem, _, kind = name.partition(".")
-            if kind == "order" and f"{stem}.receipt" not in names:
-                newest = f"{stem}.survey" if f"{stem}.survey" in names else name
-                self._orders[stem] = msgspec.json.decode(files.read(f"{FOLDER}/{newest}"), type=Order)
-            elif kind != "receipt" and f"{stem}.receipt" in names and not self._core.read_only:
-                with contextlib.suppress(OSError):  # what was asked for is forgotten; tried again at the next opening
-                    files.unlink(f"{FOLDER}/{name}")
-        return names
+    def look(self) -> None:
+        """Where many share the store: what others were asked for, and what they have done. Raises OSError."""
+        names = set(load_orders(self._core, self._orders, self._begun))
+        for order in [one for one in self._orders.values() if f"{one.id}.receipt" in names]:
+            self._forget(order)
+        self._start()
 
     def go_on(self) -> None:
         """The store is ready: begin what may, and do the rest."""
@@ -217,7 +193,7 @@ class Erasures:
     # --- beginning: what is unreadable at once
     def _begin(self, order: Order, keys: KeyArray | None) -> None:
         """Idempotent. Raises OSError, KeyUnavailable: it holds in this process all the same."""
-        core, tenant, keystore = self._core, bytes.fromhex(order.tenant_id), self._core.segments.keys
+        core, tenant = self._core, bytes.fromhex(order.tenant_id)
         if keys is not None:
             if order.id not in self._keys:
                 self._keys[order.id] = keys
@@ -231,21 +207,22 @@ class Erasures:
             old = [one.segment for one in core.table.all() if one.tenant == tenant]
             passed = core.tenants.epoch(tenant) >= order.epoch
             core.tenants.end_epoch(tenant, order.epoch, order.id)
-            if keystore is not None:
-                for epoch in range(order.epoch):
-                    keystore.destroy_tenant(key_domain(tenant, epoch))
+            if core.sharing.epochs is not None:  # before its keys go, so that nobody makes new ones
+                core.sharing.epochs.tell()
+                order.hosts = list(core.sharing.epochs.wait(self._stop))
+            self._destroy_keys(tenant, order)
+            if core.sharing.shared:
+                core.files.write_once(f"{FOLDER}/{order.id}.begun", msgspec.json.encode(order))
             if not passed:  # else segments of what came after are among them
                 core.presence.remove_segments(list(map(core.table.ordinal, old)))
-            self._withdraw(order)
+            withdraw_tenant(core, tenant)
         self._begun.add(order.id)
 
-    def _withdraw(self, order: Order) -> None:
-        """From memory. What is not known to be another tenant's goes with it: it is read again."""
-        others = {
-            digest for digest, raw in self._core.control.items(KEYSPACES)
-            if msgspec.json.decode(raw)["tenant_id"] != order.tenant_id
-        }  # fmt: skip
-        withdraw(self._core.pool, lambda slot: slot.keyspace not in others)
+    def _destroy_keys(self, tenant: bytes, order: Order) -> None:
+        keystore = self._core.segments.keys
+        if keystore is not None:
+            for epoch in range(order.epoch):
+                keystore.destroy_tenant(key_domain(tenant, epoch))
 
     def _hide(self, keys: KeyArray) -> None:
         names = set(key_list(keys))
@@ -281,6 +258,15 @@ class Erasures:
             wait_s = min(2 * wait_s, limits.recency_flush_s) if failed else limits.background_retry_s
 
     def _advance(self, order: Order) -> None:
+        with self._core.sharing.sole(b"erase" + bytes.fromhex(order.tenant_id)) as mine:
+            if not mine:  # another host is at it; `look` comes back to it
+                return
+            if self._core.sharing.shared and f"{order.id}.receipt" in self._core.files.list(FOLDER):
+                self._forget(order)
+                return
+            self._carry_out(order)
+
+    def _carry_out(self, order: Order) -> None:
         with self._lock, self._core.publications.beginning:
             if order.id not in self._begun:
                 if self.why_waiting(order):
@@ -301,6 +287,8 @@ class Erasures:
             self._pause(until, "calls from before it are still running")
         if core.cold is not None and not core.cold.promoter.forget(tenant, limits.erase_settle_s):
             raise OSError("blocks are on their way from the object store to the disk; tried again")
+        if core.sharing.shared:
+            let_moves_end(core)
         self._seal(tenant, order, until)
         keys = self._keys.get(order.id)
         for record in [one for one in core.table.all() if one.tenant == tenant]:
@@ -312,7 +300,9 @@ class Erasures:
         if keys is None:
             self.end_sessions(order)
             self._forget_spaces(order)
-            self._withdraw(order)
+            withdraw_tenant(core, tenant)
+            if core.sharing.shared:  # a call that was under way elsewhere may have made one meanwhile
+                self._destroy_keys(tenant, order)
         else:
             core.index.remove(keys)
             self._hide(keys)
@@ -338,14 +328,17 @@ class Erasures:
         mine = [one for one in mine if not order.epoch or one.kind[1] < order.epoch]
         for one in mine:
             core.writer.retire(one)
-        while any(one.users for one in mine) or self._left_open(tenant):
+        while any(one.users for one in mine) or self._left_open(tenant, order.epoch):
             self._pause(until, "segments are still being sealed")
             flush_pending(core)
             settle_unsealed(core)
 
-    def _left_open(self, tenant: bytes) -> bool:
-        """Whether segments of this process count as open that nothing is appended to: being sealed, or it failed."""
+    def _left_open(self, tenant: bytes, epoch: int) -> bool:
+        """Whether segments of this process count as open that nothing is appended to: being sealed, or it failed; or
+        others are writing some."""
         core = self._core
+        if core.sharing.shared and left_open(core, tenant, epoch):
+            return True
         open_now = {one.segment for one in core.writer.open_segments()}
         ours = [one for one in core.table.all() if one.tenant == tenant and one.owner == core.sharing.owner]
         return any(_is_open(one) and one.segment not in open_now for one in ours)
@@ -353,7 +346,7 @@ class Erasures:
     def _give_up(self, record: SegmentRecord, order: Order) -> Shredded | None:
         """A whole segment, unless it is of an epoch that stays."""
         core = self._core
-        if _is_open(record) and record.owner == core.sharing.owner:
+        if _is_open(record) and (core.sharing.shared or record.owner == core.sharing.owner):
             return None  # of an epoch that stays, for the others are sealed
         entries = core.recovery.entries(record.segment)
         if len(entries) and int(entries["record"]["tenant_epoch"].max()) >= order.epoch:
@@ -399,18 +392,22 @@ class Erasures:
             event = Event("erased", tenant=order.tenant, object=order.id, bytes=order.bytes, counts=counts, outcome=how)
             event.detail = order.kind
             core.audit.append(event, durable=True)
-            line, proof = receipts.proof_of(core.path, event.n)
+            line, proof = prove(core.audit.folder, event.n)
         statement = receipts.Statement(
             order.id, order.kind, order.tenant, how, core.steady.now(), order.blocks, order.bytes, told.segments,
-            told.keys, told.copied,
+            told.keys, told.copied, order.hosts,
         )  # fmt: skip
-        made = receipts.make(core.path, core.identity.store, statement, line, proof)
+        signer = signer_of(core.path, core.identity.store) if core.audit is None else core.audit.signer
+        made = receipts.make(signer, statement, line, proof)
         files.write_once(f"{FOLDER}/{order.id}.receipt", msgspec.json.encode(made))
         if keys is not None:
             core.tenants.dig_up(keys)
-        for kind in ("order", "survey", "keys"):
+        for kind in ("order", "survey", "begun", "keys"):
             with contextlib.suppress(FileNotFoundError):
                 files.unlink(f"{FOLDER}/{order.id}.{kind}")
+        self._forget(order)
+
+    def _forget(self, order: Order) -> None:
         with self._lock, self._done:
             self._begun.discard(order.id)
             self._orders.pop(order.id, None)
@@ -428,9 +425,3 @@ class Erasures:
 
 def _is_open(record: SegmentRecord | None) -> bool:
     return record is not None and record.state is SegmentState.OPEN
-
-
-def _checked(order: str) -> str:
-    if not (isinstance(order, str) and len(order) == 16 and all(one in "0123456789abcdef" for one in order)):
-        raise InvalidArgument(f"erasure {order!r}: an id has 16 hex digits")
-    return order

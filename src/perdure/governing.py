@@ -11,10 +11,11 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
-from perdure import erasure, holds, lifecycle, limits, session_admin
+from perdure import erasure_orders, holds, lifecycle, limits, session_admin
 from perdure.catalog.api import as_keys
 from perdure.core import Core
-from perdure.erasure import Erasures, Order
+from perdure.erasure import Erasures
+from perdure.erasure_orders import Order
 from perdure.errors import CatalogError, InvalidArgument, ReadOnlyStore
 from perdure.governance.keystore import rotate
 from perdure.governance.verbs import GovernanceVerbs
@@ -112,7 +113,7 @@ def _hold(core: Core, fields: Fields) -> Fields:
 def pending(files: Files) -> list[str]:
     """Names of holds, and of erasures that have not ended. Raises StorePathError."""
     found = list[str]()
-    for folder, kind in ((holds.FOLDER, ".hold"), (erasure.FOLDER, ".order")):
+    for folder, kind in ((holds.FOLDER, ".hold"), (erasure_orders.FOLDER, ".order")):
         try:
             found += [name for name in files.list(folder) if name.endswith(kind)]
         except OSError as error:

@@ -85,6 +85,7 @@ class Keeper:
                 self.attempt(lambda: flush_pending(self._core))
             if self._core.sharing.shared and time.monotonic() >= orphans_at:
                 self.attempt(self.recover)
+                self.attempt(self._core.erasures.look)
                 orphans_at = time.monotonic() + limits.cluster_orphans_s
             if time.monotonic() >= chores_at:
                 chores_at = time.monotonic() + limits.recency_flush_s

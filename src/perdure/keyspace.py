@@ -25,10 +25,11 @@ from perdure.buffers import as_blocks
 from perdure.catalog.api import Durability, KeyArray, Lease, fingerprints
 from perdure.core import Core
 from perdure.encoding import Encoder
-from perdure.errors import InvalidArgument, ReadOnlyStore
+from perdure.errors import CatalogUnavailable, InvalidArgument, ReadOnlyStore
 from perdure.reports import ReadReport, WriteReport
 from perdure.segments.format import record_bytes
 from perdure.session import REJECTED, Scope, SessionVerbs
+from perdure.tenants import UNHEARD
 from perdure.writing import Terms
 
 T = TypeVar("T")
@@ -85,6 +86,11 @@ class Keyspace(SessionVerbs):
         """The tenant was erased since: nothing is found under these names any more, and nothing stored."""
         return self._core.tenants.epoch(self.tenant_id) != self.epoch
 
+    @property
+    def closed(self) -> bool:
+        """Nothing is found or delivered: it was erased, or this host cannot know whether it was."""
+        return not self._core.tenants.is_current() or self.erased
+
     # --- names
     def chain(
         self, token_ids: ArrayLike, *, parent: bytes | None = None, extras: Mapping[int, bytes] | None = None
@@ -105,7 +111,7 @@ class Keyspace(SessionVerbs):
         """Leading blocks that can be used. Reads no data: `read` has the last word."""
         self._check()
         array = naming.check_keys(keys)
-        found = 0 if self.erased else reading.lookup(self._core, self._stored(array))
+        found = 0 if self.closed else reading.lookup(self._core, self._stored(array))
         self.admission.asked(array, found)
         return found
 
@@ -113,7 +119,7 @@ class Keyspace(SessionVerbs):
         """Which blocks are stored, per key."""
         self._check()
         array = naming.check_keys(keys)
-        return np.zeros(len(array), np.bool_) if self.erased else reading.present_mask(self._core, self._stored(array))
+        return np.zeros(len(array), np.bool_) if self.closed else reading.present_mask(self._core, self._stored(array))
 
     def advise(
         self, keys: KeyArray | Sequence[bytes], *, prefill_tokens_per_s: float, deadline_s: float | None = None
@@ -138,13 +144,13 @@ class Keyspace(SessionVerbs):
     def _stored(self, keys: KeyArray) -> KeyArray:
         """The names under which `keys` are stored: others for published blocks that it has not stored itself."""
         publications = self._core.publications
-        stored: KeyArray = publications.resolved(self, keys) if publications and not self.erased else keys
+        stored: KeyArray = publications.resolved(self, keys) if publications and not self.closed else keys
         return stored
 
     def published(self, keys: KeyArray) -> list[int]:
         """Positions of the blocks that only a publication of another tenant may have."""
         publications = self._core.publications
-        found: list[int] = publications.elsewhere(self, keys) if publications and not self.erased else []
+        found: list[int] = publications.elsewhere(self, keys) if publications and not self.closed else []
         return found
 
     # --- moving blocks
@@ -290,6 +296,8 @@ class Keyspace(SessionVerbs):
     def session_ask(self, verb: str, fields: dict[str, Any]) -> dict[str, Any]:
         self._check()
         self._writable()
+        if not self._core.tenants.is_current():
+            raise CatalogUnavailable(UNHEARD)
         if self.erased:
             return {"outcome": REJECTED, "why": writing.ERASED, "blocks": 0}
         told: dict[str, Any] = self._core.sessions.ask(Scope(self.tenant, self.tenant_id, self.digest), verb, fields)

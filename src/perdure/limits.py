@@ -87,6 +87,8 @@ cluster_listing_keys: Final = 4096  # per step of a scan
 cluster_closed_s: Final = 7 * 86_400  # a writer that slept longer than this may publish what nobody will find
 cluster_lease_s_default: Final = 10.0  # who was silent for longer has lost its segments
 cluster_lease_s_min: Final = 1.0
+tenant_lease_s: Final = 2.0  # a host that has not heard for so long which tenants were erased delivers nothing
+tenant_beat_s: Final = 0.5  # and it asks so often
 cluster_beat_s: Final = 0.5  # leases are renewed and the set of segments is looked at so often
 cluster_unseen_s: Final = 120.0  # twice what NFS remembers that a name was not there (acdirmax): then a file is gone
 cluster_orphans_s: Final = 5.0  # open segments of writers that have gone silent are looked for so often
@@ -275,6 +277,7 @@ _check(admission_patience_s < admission_age_s_max, "patience ends within the age
 _check(service_data_threads_max < service_threads, "some threads are left for questions")
 _check(2 * cluster_retry_s_max + cluster_read_s_default < 1.0, "a healed node is used again within a second")
 _check(2 * cluster_beat_s <= cluster_lease_s_min, "a lease is renewed before it ends")
+_check(2 * tenant_beat_s <= tenant_lease_s, "what was heard of tenants is heard again before it ends")
 _check(cluster_wait_ratio < 1, "the answer of WAIT has time to come")
 _check(0xFF % (256 // cluster_index_slots) == 256 // cluster_index_slots - 1, "a first byte belongs to one slot")
 _check(beat_s <= 0.1, "touches are drained at least ten times a second")

@@ -137,7 +137,7 @@ def _from_memory(
     core: Core, space: Keyspace, keys: KeyArray, destinations: Sequence[Parts], report: ReadReport
 ) -> None:
     """Deliver what the DRAM tier holds; those bytes were verified when they got there."""
-    if not core.pool.budget_bytes or not core.knows_expiry or space.erased:
+    if not core.pool.budget_bytes or not core.knows_expiry or space.closed:
         return
     slots = core.pool.get(keys)
     held = [slot for slot in slots if slot is not None]
@@ -154,6 +154,8 @@ def _from_memory(
             copy_parts([slot.view[:size]], destinations[position])
             report.statuses[position] = _FOUND
             report.from_memory += 1
+        if space.closed:  # while it was copied
+            report.statuses[:], report.from_memory = _MISSING, 0
     finally:
         core.pool.release(held)
     core.rates.memory_read.add(report.from_memory * size, time.monotonic() - started)
@@ -175,7 +177,7 @@ def from_disk(
     rest = np.flatnonzero(report.statuses != _FOUND)
     if not all(destinations):
         rest = np.array([position for position in rest.tolist() if destinations[position]], np.intp)
-    for attempt in range(2 if len(rest) else 0):
+    for attempt in range(2 if len(rest) and not space.closed else 0):
         asked = keys if len(rest) == len(keys) else keys[rest]
         try:
             chosen, rows = placed(core, space, asked, rest, report)
@@ -201,6 +203,9 @@ def from_disk(
             perform(core, plan, [space.layout.block_bytes] * len(chosen))
         finally:
             core.tenants.end(turn)
+        if space.closed:  # while it was read
+            report._settled = plan.unsettled() or report._settled  # noqa: SLF001 (the report is ours)
+            return
         report.statuses[chosen] = plan.statuses
         report.from_cold += sum(int(plan.statuses[place]) == _FOUND for place in plan.far)
         report._settled = plan.unsettled() or report._settled  # noqa: SLF001 (the report is ours)

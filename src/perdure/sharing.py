@@ -32,6 +32,7 @@ from numpy.typing import NDArray
 from perdure import limits
 from perdure.catalog.api import ControlStore, Lease, RecordArray, SegmentRecord, SegmentState
 from perdure.clock import Clock
+from perdure.epochs import Epochs
 from perdure.errors import CatalogError, CatalogUnavailable, OwnershipLost
 from perdure.segments.table import SegmentTable
 
@@ -45,6 +46,7 @@ _POLL_S = 0.05
 class Sharing(Protocol):
     owner: bytes
     shared: bool
+    epochs: Epochs | None  # where others may erase tenants
 
     def join(self, core: Core) -> None:
         """The store is put together."""
@@ -92,6 +94,7 @@ class Alone:
     """The one process that has the directory's lock."""
 
     shared = False
+    epochs: Epochs | None = None
 
     def __init__(self, owner: bytes, table: SegmentTable):
         self.owner, self._table = owner, table
@@ -134,8 +137,17 @@ class Onlooker(Alone):
 
     shared = True
 
-    def __init__(self, table: SegmentTable):
+    def __init__(self, control: ControlStore, table: SegmentTable, boottime_s: Callable[[], float]):
         super().__init__(b"", table)
+        self._control, self._boottime_s = control, boottime_s
+
+    def join(self, core: Core) -> None:
+        self.epochs = Epochs(self._control, core, self._boottime_s, set)
+        self.epochs.start()
+
+    def leave(self) -> None:
+        if self.epochs is not None:
+            self.epochs.stop()
 
     def live(self, present: NDArray[np.bool_], records: RecordArray) -> NDArray[np.bool_]:
         return _live(self._table, present, records)
@@ -155,12 +167,16 @@ class Among:
         close_segment: Callable[[bytes, float], None],
         index_is_complete: Callable[[], bool],
         each_beat: Callable[[], None],
+        boottime_s: Callable[[], float],
     ):
         """close_segment: let nothing more be published in a segment, as of now (seconds since 1970).
-        index_is_complete: what a dead writer published is known from the block index alone."""
+        index_is_complete: what a dead writer published is known from the block index alone.
+        boottime_s: see `Epochs`."""
         self._control, self._clock, self._table, self._lease_s = control, clock, table, lease_s
         self._close_segment, self._index_is_complete, self._each_beat = close_segment, index_is_complete, each_beat
         self._core: Core | None = None
+        self.epochs: Epochs | None = None
+        self._boottime_s = boottime_s
         self._registered = b""
         self._names: set[bytes] = set()  # of this process, so far
         self._tasks: dict[bytes, Lease] = {}
@@ -183,7 +199,12 @@ class Among:
         core.space.look = self.refresh
         core.recovery.unseen = lambda record: self._clock.wall() - record.created_s < limits.cluster_unseen_s
         self._register()
+        self.epochs = Epochs(self._control, core, self._boottime_s, self._hosts)
+        self.epochs.start()
         self._thread.start()
+
+    def _hosts(self) -> set[bytes]:
+        return {name for name, _ in self._control.items(HOSTS)}
 
     def _register(self) -> None:
         if self._registered == self.owner:
@@ -200,6 +221,8 @@ class Among:
 
     def leave(self) -> None:
         self._stop.set()
+        if self.epochs is not None:
+            self.epochs.stop()
         if self._thread.is_alive():
             self._thread.join()
         with contextlib.suppress(CatalogError):  # else it ends by itself

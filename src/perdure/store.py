@@ -331,9 +331,9 @@ class Store(Governing, Publishing):
             for part in (core.pool, core.control, core.index, self._catalogs, core.engine, core.segments, core.reader):
                 steps.callback(part.close)
             steps.callback(core.workers.shutdown)
+            steps.callback(core.sharing.leave)
             if not core.read_only:
                 steps.callback(self._keeper.attempt, self._keeper.save_recency)  # advisory: no reason to fail
-                steps.callback(core.sharing.leave)
                 steps.callback(core.writer.close)
                 steps.callback(flush_pending, core, last=True)
                 if core.cold is not None:

@@ -18,6 +18,7 @@ import json
 import os
 import threading
 from collections import Counter
+from collections.abc import Callable, Mapping
 from typing import Final
 
 import numpy as np
@@ -26,7 +27,7 @@ from numpy.typing import NDArray
 from perdure import keys as naming
 from perdure import limits
 from perdure.catalog.api import ControlStore, KeyArray, RecordArray
-from perdure.errors import Erased, StorePathError
+from perdure.errors import CatalogUnavailable, Erased, StorePathError
 from perdure.governance.keystore import Keystore
 from perdure.io.api import Files
 from perdure.keys import key_list
@@ -34,6 +35,10 @@ from perdure.keys import key_list
 FOLDER: Final = "control/tenants"
 KEYSPACES: Final = "keyspace"
 """Namespace of the identities of keyspaces, by their digest."""
+UNHEARD: Final = (
+    f"this host could not ask the cluster for {limits.tenant_lease_s:g} s which tenants were erased; nothing is "
+    "read or stored until it can"
+)
 
 
 def cannot_be_read(store: object, folder: str, error: OSError) -> StorePathError:
@@ -53,6 +58,7 @@ class Tenants:
         self._turn, self._calls = 0, Counter[int]()  # of erasures; calls under way by the turn they began in
         self._buried: dict[bytes, int] = {}  # key -> by how many erasures
         self._names: dict[tuple[bytes, int], bytes] = {}
+        self.is_current: Callable[[], bool] = lambda: True  # whether no host can have erased more without our knowing
         try:
             self.refresh()
         except OSError as error:
@@ -66,8 +72,18 @@ class Tenants:
             if len(stem) == 2 * limits.id_bytes and epoch.isdecimal():
                 tenant = bytes.fromhex(stem)
                 found[tenant] = max(found.get(tenant, 0), int(epoch))
+        return self.learn(found)
+
+    def epochs(self) -> dict[bytes, int]:
+        """By tenant id, of those that were erased."""
+        with self._lock:
+            return dict(self._epochs)
+
+    def learn(self, found: Mapping[bytes, int]) -> list[bytes]:
+        """Epochs that others have ended; tenants that are new among them."""
         with self._lock:
             later = [tenant for tenant, epoch in found.items() if epoch > self._epochs.get(tenant, 0)]
+            self._turn += bool(later)
             self._epochs |= {tenant: found[tenant] for tenant in later}
         for tenant in later:
             for passed in range(found[tenant]):
@@ -177,6 +193,8 @@ class Tenants:
         return present & ~self.passed(records) & ~self.buried(keys)
 
     def check(self, keys: KeyArray, records: RecordArray) -> None:
-        """Before records are published. Raises Erased."""
+        """Before records are published. Raises Erased, CatalogUnavailable."""
+        if not self.is_current():
+            raise CatalogUnavailable(UNHEARD)
         if self.filtering and (self.passed(records) | self.buried(keys)).any():
             raise Erased("erased while it was being written; nothing of it was published")

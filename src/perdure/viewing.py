@@ -72,7 +72,7 @@ def leave_limbo(core: Core) -> None:
 
 def pin_present(core: Core, space: Keyspace, keys: KeyArray, fetched: Fetched) -> None:
     """The first step of `fetch`: pin what the DRAM tier holds and may be shown."""
-    if not core.knows_expiry or space.erased:
+    if not core.knows_expiry or space.closed:
         return
     slots = core.pool.get(keys)
     if not any(slots):

@@ -44,6 +44,7 @@ from perdure.reports import WriteReport, WriteStatus
 from perdure.segments.format import record_bytes, record_bytes_array
 from perdure.segments.table import NO_TTL
 from perdure.segments.writer import Appended, Batch, NoSpace
+from perdure.tenants import UNHEARD
 
 if TYPE_CHECKING:
     from perdure.keyspace import Keyspace
@@ -97,7 +98,9 @@ def _write(core: Core, space: Keyspace, keys: KeyArray, blocks: Sequence[Parts],
     if terms.lease is not None and not core.control.check(terms.lease):
         raise StaleFence(f"lease {terms.lease.token} was lost before the write; nothing was written")
     todo = np.zeros(0, np.intp)
-    if space.erased:
+    if not core.tenants.is_current():
+        _refuse(report, np.arange(count), WriteStatus.FAILED, UNHEARD)
+    elif space.erased:
         _refuse(report, np.arange(count), WriteStatus.REJECTED, ERASED)
     elif count:
         todo, terms = _new_blocks(core, keys, terms, report)

@@ -52,7 +52,9 @@ class AuditLog:
     """Made by `open_log`. Thread-safe."""
 
     def __init__(self, folder: Path, signer: Signer, id_key: bytes, wall: Callable[[], float] = time.time):
-        self._folder, self._signer, self._id_key, self._wall = folder, signer, id_key, wall
+        self.folder = self._folder = folder
+        self.signer = self._signer = signer
+        self._id_key, self._wall = id_key, wall
         self.every_read = False  # engines get no memory that they could read without a message
         self._node = socket.gethostname()
         self.label = "".join(signer.verifier.name.split("/")[2:]).encode()  # b"": the only log of its store

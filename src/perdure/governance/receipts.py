@@ -3,7 +3,8 @@
     {"statement": a signed note (c2sp.org/signed-note), "record": the log's line, "proof": c2sp.org/tlog-proof,
      "key": the verifier key, which whoever checks has from somewhere else}
 
-The statement, a line each: origin, id, kind, tenant, what was done, blocks, bytes, segments, keys, copied, time (UTC),
+The statement, a line each: origin, id, kind, tenant, what was done, blocks, bytes, segments, keys, copied, in
+a cluster the hosts, time (UTC),
 SHA-256 of the record. Without an audit log record and proof are empty, and the statement says so.
 
 Contract: signed with the key of the audit log. A receipt says what this software did; it cannot know of copies that
@@ -14,11 +15,10 @@ from __future__ import annotations
 
 import hashlib
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
-from perdure.governance import audit_files as files
-from perdure.governance import audit_look as look
+from perdure.governance.checkpoint import Signer
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,6 +36,9 @@ class Statement:
     segments: int
     keys: int
     copied: int
+    hosts: Sequence[
+        int
+    ] = ()  # of a store that many share: how many had heard of it, how many could not deliver any more
 
     def text(self, origin: str, record: bytes) -> str:
         at = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(self.at_s))
@@ -44,18 +47,14 @@ class Statement:
         lines = (
             f"{origin}/erasure", f"id {self.id}", f"kind {self.kind}", f"tenant {tenant}", f"done {self.how}",
             f"blocks {self.blocks}", f"bytes {self.block_bytes}", f"segments {self.segments}", f"keys {self.keys}",
-            f"copied {self.copied}", f"at {at}", f"record {digest}",
+            f"copied {self.copied}", *self._of_hosts(), f"at {at}", f"record {digest}",
         )  # fmt: skip
         return "".join(f"{line}\n" for line in lines)
 
+    def _of_hosts(self) -> list[str]:
+        return ["hosts {} had heard, leases of {} had ended".format(*self.hosts)] if self.hosts else []
 
-def make(directory: Path, store: str, statement: Statement, record: bytes, proof: str) -> dict[str, str]:
-    """Raises AuditDamaged, OSError."""
-    signer = files.signer_of(directory, store)
+
+def make(signer: Signer, statement: Statement, record: bytes, proof: str) -> dict[str, str]:
     note = signer.sign(statement.text(signer.verifier.name, record))
     return {"statement": note.decode(), "record": record.decode(), "proof": proof, "key": str(signer.verifier)}
-
-
-def proof_of(directory: Path, number: int) -> tuple[bytes, str]:
-    """A record of the log and its proof. Raises AuditDamaged, OSError."""
-    return look.prove(directory / files.FOLDER, number)

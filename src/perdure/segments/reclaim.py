@@ -322,7 +322,9 @@ class Reclaimer:
 
     def shred(self, record: SegmentRecord) -> Shredded:
         """Give up a segment with all that is in it, and destroy its key. Raises OSError, CatalogError."""
-        with self._lock:
+        with self.turn() as mine:
+            if not mine:
+                raise OSError(errno.EAGAIN, "another host is making room; tried again")
             entries = self._entries(record.segment)
             told = _shredded(entries, np.ones(len(entries), bool))
             self._empty(entries)

@@ -110,9 +110,10 @@ class Domain:
         with self.lock:
             table.adopt()
 
-    def beat(self, complete: bool, expiry_s: int) -> None:
+    def beat(self, complete: bool, expiry_s: int, until_ns: int) -> None:
         self.words[shared.COMPLETE] = complete
         self.words[shared.EXPIRY_S] = expiry_s
+        self.words[shared.UNTIL_NS] = until_ns
         self.words[shared.BEAT_NS] = time.monotonic_ns()
 
     def descriptor_of_page(self) -> tuple[int, int]:
@@ -147,7 +148,7 @@ class Domains:
         with self._making:
             if tenant_id not in self._domains:
                 self._core.presence.copy_into(lambda every: self._make(tenant_id, every))
-                self._domains[tenant_id].beat(self._core.presence.complete, self._core.expiry_now())
+                self._domains[tenant_id].beat(self._core.presence.complete, self._core.expiry_now(), self._until_ns())
             return self._domains[tenant_id]
 
     def _make(self, tenant_id: bytes, every: Columns) -> None:
@@ -259,10 +260,14 @@ class Domains:
         for _ in range(freed):
             self._core.pool.unstranded()
 
+    def _until_ns(self) -> int:
+        epochs = self._core.sharing.epochs
+        return 0 if epochs is None else max(1, int(max(0.0, epochs.until_s) * 1e9))
+
     def beat(self) -> None:
-        complete, expiry_s = self._core.presence.complete, self._core.expiry_now()
+        complete, expiry_s, until_ns = self._core.presence.complete, self._core.expiry_now(), self._until_ns()
         for domain in self.all():
-            domain.beat(complete, expiry_s)
+            domain.beat(complete, expiry_s, until_ns)
 
     def slot_of(self, domain: Domain, packed: int) -> tuple[SharedChunk, int] | None:
         """The chunk and index that an engine's number means, if they exist."""

@@ -5,6 +5,7 @@ Contract
 - A block is delivered only if its slot's header names the key and keyspace that were asked for, had an even generation
   before the copy and has the same one after it. Whatever else is seen is a miss here; the service is asked then.
 - x86-64 only (ordered loads): elsewhere there are no maps, and every read is a message.
+- Where many hosts share the store, nothing is delivered after the time until which the service may (`UNTIL_NS`).
 - Everything seen here is the state of one run of the service. When that has ended, the maps are dropped as a whole.
 """
 
@@ -13,6 +14,7 @@ from __future__ import annotations
 import os
 import platform
 import threading
+import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Final
@@ -143,6 +145,8 @@ class DomainMaps:
             return touches
 
         touches = self._in_parts(copied, len(keys), block_bytes)
+        if 0 < words[shared.UNTIL_NS] <= time.clock_gettime_ns(time.CLOCK_BOOTTIME):  # now, or while it was copied
+            return np.zeros(len(keys), bool)
         if touches and self._ring is not None:
             with self._lock:
                 shared.write_touches(self._ring, touches)

@@ -1,7 +1,8 @@
 """The small pages that service and engine share beside the pool: the directory of a domain, and an engine's ring.
 
 Directory (service writes, engines map it read-only): one u64 each for the versions of the presence table, of the slot
-table and of the set of chunks; whether an absent key is really absent; the second that expiry is judged by; a beat.
+table and of the set of chunks; whether an absent key is really absent; the second that expiry is judged by; a beat;
+until when (ns of CLOCK_BOOTTIME) blocks may be delivered at all, 0 where that has no end (`perdure.epochs`).
 Ring (one per engine and domain, the engine writes): what it looked up and read without a message. The service drains it
 several times a second and believes nothing in it: touches are checked against the slots' generations.
 
@@ -18,7 +19,7 @@ from numpy.typing import NDArray
 from perdure import limits
 
 DIRECTORY_BYTES: Final = limits.page_bytes
-PRESENCE, SLOTS, CHUNKS, COMPLETE, EXPIRY_S, BEAT_NS = range(6)
+PRESENCE, SLOTS, CHUNKS, COMPLETE, EXPIRY_S, BEAT_NS, UNTIL_NS = range(7)
 """Words of the directory."""
 
 HEAD, SEEN, LOOKUPS, ASKED, PRESENT = range(5)
