@@ -360,6 +360,7 @@ def test_the_bucket_is_remembered_and_not_changed_while_it_is_used(
         ("s3:", "is possible"),
         ("gs://bucket", "'s3://BUCKET/PREFIX' is possible"),
         ("s3://key:secret@bucket/prefix", "come from the environment"),
+        ("s3://key:se/secret@bucket/prefix", "come from the environment"),
         ("s3://bucket/prefix?secret=1", "come from the environment"),
     ],
 )

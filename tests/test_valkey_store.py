@@ -16,7 +16,7 @@ from support.cluster import Cluster as Servers
 from support.cluster import cluster as servers
 
 import perdure
-from perdure.catalogs import parse
+from perdure.catalogs import masked, parse
 from perdure.errors import CatalogError, CatalogUnavailable, FormatError, InvalidArgument, ReadOnlyStore, UnknownOption
 from perdure.testing.flight import FlightConformance
 from perdure.testing.sessions import SessionConformance
@@ -149,6 +149,16 @@ def test_addresses() -> None:
     assert (at.user, at.password, at.read_s, at.replicas) == ("me", "p@ss", 0.05, 2)
     with pytest.raises(UnknownOption, match="read_s"):
         parse("valkey://h?reads=1")
+
+
+@pytest.mark.parametrize("password", ["se/cret", "se?cret", "se@cret", "se:cret#"])
+def test_a_password_may_have_any_character_and_is_not_shown(password: str) -> None:
+    at = parse(f"valkey://me:{password}@h1,h2/?replicas=2")
+    assert (at.user, at.password, at.seeds, at.replicas) == ("me", password, [("h1", 6379), ("h2", 6379)], 2)
+    assert masked(f"valkey://me:{password}@h1,h2") == "valkey://h1,h2"
+    with pytest.raises(InvalidArgument) as raised:
+        parse(f"rediss://me:{password}@h1")
+    assert "cret" not in str(raised.value)
 
 
 def test_nobody_answers(tmp_path: Path) -> None:

@@ -81,7 +81,7 @@ class Catalogs(Protocol):
 
 def masked(catalog: str) -> str:
     """Without user and password, for people to see."""
-    return re.sub("://[^/]*@", "://", catalog)
+    return re.sub("://.*@", "://", catalog)
 
 
 def kind_of(catalog: str | None) -> str:
@@ -275,11 +275,11 @@ def parse(catalog: str) -> Address:
     if not isinstance(catalog, str) or not catalog.startswith(_SCHEME):
         hint = "; TLS to the cluster is not built yet" if str(catalog).startswith(("valkeys://", "rediss://")) else ""
         raise InvalidArgument(f"catalog={masked(str(catalog))!r}: '{_SCHEME}HOST[:PORT],...' is possible{hint}")
-    rest, _, query = catalog.removeprefix(_SCHEME).partition("?")
-    login, _, hosts = rest.rstrip("/").rpartition("@")
+    login, _, rest = catalog.removeprefix(_SCHEME).rpartition("@")  # a password may have any character
+    hosts, _, query = rest.partition("?")
     user, _, password = login.partition(":")
     options = _options(query)
-    seeds = [_seed(one) for one in hosts.split(",")]
+    seeds = [_seed(one) for one in hosts.rstrip("/").split(",")]
     return Address(seeds, unquote(user), unquote(password), **options)
 
 

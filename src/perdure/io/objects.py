@@ -64,7 +64,7 @@ def check_url(url: str) -> str:
     hint = "'s3://BUCKET/PREFIX' is possible"
     if parts.scheme not in SCHEMES or not (parts.netloc if parts.scheme == "s3" else parts.path.strip("/")):
         raise InvalidArgument(f"cold={masked(str(url))!r}: {hint}")
-    if "@" in parts.netloc or parts.query or parts.fragment:
+    if {"@", ":"} & set(parts.netloc) or parts.query or parts.fragment:
         raise InvalidArgument(
             f"cold={masked(url)!r}: {hint}; credentials, endpoint and region come from the environment (AWS_...)"
         )
@@ -73,7 +73,7 @@ def check_url(url: str) -> str:
 
 def masked(url: str) -> str:
     """Without user, password and query, for people to see."""
-    return re.sub(r"\?.*", "", re.sub("://[^/]*@", "://", url))
+    return re.sub(r"\?.*", "", re.sub("://.*@", "://", url))
 
 
 class ObstoreObjects:
