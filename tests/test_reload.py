@@ -125,7 +125,9 @@ def test_a_narrower_scope_ends_what_was_open(service: Callable[..., Reloaded], t
     space = keyspace(client)
     keys = chain(space, 1, 3)
     write(space, keys)
+    run = client.current()[0]
     assert s.reload(**terms)["disconnected"] == 1
+    assert run.ended.wait(5.0)  # a call that the end of the connection meets is a miss
     assert read(space, keys) == [DENIED] * 3
     assert space.lookup(keys) == 0
     again = keyspace(s.client("engine-a"))
