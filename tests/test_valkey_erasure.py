@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator
-from contextlib import ExitStack, suppress
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, cast
 
@@ -49,11 +49,8 @@ def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Servers]:
 
 @pytest.fixture
 def hosts(running: Servers, tmp_path: Path) -> Iterator[Hosts]:
-    made = Hosts(running.url + f"?read_s=20&write_s=20&lease_s={LEASE_S}", tmp_path)
-    with ExitStack() as ends:
+    with Hosts(running.url + f"?read_s=20&write_s=20&lease_s={LEASE_S}", tmp_path) as made:
         yield made
-        for store in made.stores:
-            ends.callback(store.close)
 
 
 @pytest.mark.parametrize("encryption", ["on", "off"])

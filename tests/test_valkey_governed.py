@@ -6,7 +6,6 @@ import itertools
 import shutil
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -41,11 +40,8 @@ def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Servers]:
 
 @pytest.fixture
 def hosts(running: Servers, tmp_path: Path) -> Iterator[Hosts]:
-    made = Hosts(running.url + "?read_s=20&write_s=20", tmp_path)
-    with ExitStack() as ends:
+    with Hosts(running.url + "?read_s=20&write_s=20", tmp_path) as made:
         yield made
-        for store in made.stores:
-            ends.callback(store.close)
 
 
 def test_each_host_has_an_audit_log_of_its_own(hosts: Hosts) -> None:

@@ -43,11 +43,8 @@ def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Servers]:
 
 @pytest.fixture
 def hosts(running: Servers, tmp_path: Path) -> Iterator[Hosts]:
-    made = Hosts(running.url + PATIENT + f"&lease_s={LEASE_S}", tmp_path)
-    with ExitStack() as ends:
+    with Hosts(running.url + PATIENT + f"&lease_s={LEASE_S}", tmp_path) as made:
         yield made
-        for store in made.stores:
-            ends.callback(store.close)
 
 
 def fall_silent(store: perdure.Store) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import errno
 import threading
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -41,11 +40,8 @@ def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Servers]:
 
 @pytest.fixture
 def hosts(running: Servers, tmp_path: Path) -> Iterator[Hosts]:
-    made = Hosts(running.url + f"?read_s=20&write_s=20&lease_s={LEASE_S}", tmp_path)
-    with ExitStack() as ends:
+    with Hosts(running.url + f"?read_s=20&write_s=20&lease_s={LEASE_S}", tmp_path) as made:
         yield made
-        for store in made.stores:
-            ends.callback(store.close)
 
 
 class OtherBoot(SystemClock):
