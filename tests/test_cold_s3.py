@@ -13,11 +13,11 @@ import numpy as np
 import pytest
 from support.blocks import files_of, wrong_books
 from support.cold import BLOCK, MIB, PER_SEGMENT, cold_everything
-from support.weed import BUCKET, Weed, missing, weed
 
 import perdure
 from perdure import Store, limits
 from perdure.io.objects import ObjectStoreError, ObstoreObjects
+from perdure.testing.seaweed import BUCKET, Weed, missing, weed
 from perdure.testing.store import FOUND, LATE, STORED, chain, keyspace, read, write
 
 if why := missing():

@@ -1,8 +1,8 @@
 """`perdure bench engines`: what Perdure saves and costs in vLLM, beside vLLM's own caches, and in LMCache.
 
 Sections: "connector" (`engines_connector`), "replay" (`engines_replay`), "tier" (`engines_tier`, beside vLLM's `fs`
-tier), "lmcache" (`engines_lmcache`, beside its `fs_native`, in an environment of its own). vLLM runs SmolLM2-135M on a
-CPU, so the forward pass of the last tokens is most of what a restored prompt takes.
+and `obj` tiers), "lmcache" (`engines_lmcache`, beside its `fs_native`, in an environment of its own). vLLM runs
+SmolLM2-135M on a CPU, so the forward pass of the last tokens is most of what a restored prompt takes.
 
 Contract: data goes to a temporary directory below `directory` and is removed at the end, also after an error; so are
 the processes. A section whose engine is not installed is in the report, with the reason. One that failed is there, too,
@@ -30,7 +30,7 @@ from perdure.testing.vllm_process import EngineFailed
 SECTIONS = ("connector", "replay", "tier", "lmcache")
 TOKENS, REPETITIONS = 4800, 5
 QUICK_TOKENS, QUICK_REPETITIONS = 1500, 3
-_STEPS = {"connector": 6, "replay": 2, "tier": 8, "lmcache": 7}
+_STEPS = {"connector": 6, "replay": 2, "tier": 9, "lmcache": 7}
 
 
 def run(

