@@ -103,3 +103,25 @@ def test_an_fp8_cache_is_restored_under_its_own_scales_only(
     with offline(arguments(0.05), transfer=patient) as third:
         [other] = third.generate([PROMPT], max_tokens=TOKENS)
     assert other.cached_tokens == 0
+
+
+def test_a_prompt_with_an_image_is_restored_under_that_image_only(
+    offline: Offline, service: ServiceProcess, models: Path
+) -> None:
+    """FAULTS 35: the image's tokens come first and are the same for every image."""
+    text = PROMPT[: len(PROMPT) - tiny_models.IMAGE_TOKENS]
+    with_image, with_another = (
+        {"prompt_token_ids": text, "multi_modal_data": {"image": tiny_models.image(seed)}} for seed in (1, 2)
+    )
+    more: dict[str, Any] = {"block_size": BLOCK_TOKENS, "limit_mm_per_prompt": {"image": 1}}
+    with offline(llm("blip2", models, **more), transfer=transfer(service)) as first:
+        [cold] = first.generate([with_image], max_tokens=TOKENS)
+        wait_stored(service, BLOCKS)
+    with offline(llm("blip2", models, **more), transfer=transfer(service, **PATIENT)) as second:
+        [restored] = second.generate([with_image], max_tokens=TOKENS)
+        [other] = second.generate([with_another], max_tokens=TOKENS)
+    assert len(cold.prompt_tokens) == len(PROMPT)
+    assert (restored.cached_tokens, other.cached_tokens) == (CACHED, 0)
+    assert same(cold, restored)
+    assert other.prompt_tokens == cold.prompt_tokens
+    assert not same(cold, other)

@@ -4,8 +4,9 @@
         [first] = engine.generate([tokens], max_tokens=8)
 
 Contract
-- Prompts are token ids, text, or what vLLM takes as a dictionary (`prompt_embeds` as lists of numbers); answers are
-  greedy unless told otherwise. An answer that failed says so in `finish`.
+- Prompts are token ids, text, or what vLLM takes as a dictionary (`prompt_embeds` as lists of numbers, an image of
+  `multi_modal_data` as rows of pixels of red, green and blue); answers are greedy unless told otherwise. An answer that
+  failed says so in `finish`.
 - `call` calls a method of `vllm.LLM` by name (`reset_prefix_cache`, `sleep`, `wake_up`).
 - An engine that ends or raises is EngineFailed with its last words. It is killed as a group at the end; `end` lets
   vLLM shut its workers and connectors down before.
@@ -218,10 +219,24 @@ def _generate(llm: Any, message: dict[str, Any]) -> list[dict[str, Any]]:
 
 def _prompt(given: Any) -> dict[str, Any]:
     if isinstance(given, dict):
-        import torch
-
-        return {name: torch.tensor(value) if name == "prompt_embeds" else value for name, value in given.items()}
+        return {name: _PARTS.get(name, lambda same: same)(value) for name, value in given.items()}
     return {"prompt": given} if isinstance(given, str) else {"prompt_token_ids": given}
+
+
+def _tensor(numbers: Any) -> Any:
+    import torch
+
+    return torch.tensor(numbers)
+
+
+def _media(given: dict[str, Any]) -> dict[str, Any]:
+    import numpy as np
+    from PIL import Image
+
+    return given | {"image": Image.fromarray(np.array(given["image"], np.uint8))}
+
+
+_PARTS: dict[str, Any] = {"prompt_embeds": _tensor, "multi_modal_data": _media}
 
 
 def _metrics(llm: Any, prefix: str) -> dict[str, float]:
